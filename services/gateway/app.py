@@ -31,7 +31,8 @@ from services.gateway.workers.registry import Registry
 from shared.address import parse_address
 from shared.config import GatewayConfig
 from shared.ids import Incarnation, new_incarnation
-from shared.rpc.network import Address, RpcServer
+from shared.rpc.call_server import CallServer
+from shared.rpc.network import Address
 from shared.rpc.tls import ServerTls, TlsFiles
 from shared.runtime.loops import serve_until_stopped
 from shared.runtime.platform import Platform
@@ -169,7 +170,7 @@ class Gateway:
             )
 
 
-async def _say_goodbye(registry: Registry, mesh_server: RpcServer, server: RpcServer) -> None:
+async def _say_goodbye(registry: Registry, mesh_server: CallServer, server: CallServer) -> None:
     server.set_ready(False)
     registry.close()
     await mesh_server.drain(TAIL_S)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from shared.predict.least_squares import LeastSquares
+from shared.predict.fit_steps import StepSample, line_through
 from shared.predict.step_time import MIN_STEPS, StepFit, attended
 from shared.predict.times import TimeModel
 from shared.step import RowResult, StepRow
@@ -25,12 +25,11 @@ ANSWER_SHAPES = [
 
 def _fit(times: TimeModel, shapes: Sequence[tuple[int, int, int, int]]) -> StepFit:
     """Return what a worker knows of such steps that has measured these."""
-    line = LeastSquares(3, keep=1.0)
-    for num_prompt, num_attended, num_rows, num_context in shapes:
-        features = (1.0, num_prompt + num_rows, num_attended + num_context)
-        line.observe(features, times.step_s(num_prompt, num_attended, num_rows, num_context))
-    constant_s, token_s, attended_s = line.solve()
-    return StepFit(constant_s, token_s, attended_s, MIN_STEPS)
+    samples = [
+        StepSample(prompt + rows, attends + context, times.step_s(prompt, attends, rows, context))
+        for prompt, attends, rows, context in shapes
+    ]
+    return StepFit(*line_through(samples), MIN_STEPS)
 
 
 class SimEngine(Protocol):

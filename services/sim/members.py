@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -60,7 +61,7 @@ class Member:
         return self.joined_at + lived_s // self.rule.interval_s * self.rule.interval_s
 
 
-class Members:
+class Members(ABC):
     """All workers. skips: see ``CoreWorker``.
 
     Whoever has requests says what is to be done with a worker's words, with those that wait for a
@@ -94,14 +95,14 @@ class Members:
         self._links = itertools.count(1)
         self._order_numbers = itertools.count(1)
 
-    def _tell(self, core: CoreWorker, word: Word) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _tell(self, core: CoreWorker, word: Word) -> None: ...
 
-    def _look_again(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _look_again(self) -> None: ...
 
-    def _lost(self, member: Member, error: MeshError) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _lost(self, member: Member, error: MeshError) -> None: ...
 
     def run(self, until: Callable[[], bool], limit_s: float = 60.0) -> None:
         """Let events happen until this holds."""

@@ -13,8 +13,6 @@ Every call below belongs to a core, or carries out one of its effects.
 from __future__ import annotations
 
 import itertools
-import sys
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -39,6 +37,7 @@ from services.sim.worker import CoreWorker
 from shared.errors import MeshError
 from shared.ids import Incarnation, LeaseToken, RequestId, StreamId
 from shared.kv.layout import KvLayout
+from shared.kv.prefix_hash import column_of
 from shared.model_spec import ModelSpec
 from shared.request import AnswerToken, FinishReason, SamplingParams, WorkItem
 from shared.schedule.plan import PromptTimes
@@ -47,7 +46,6 @@ from shared.transfer.orders import Order
 from shared.worker.core.life import Task
 
 ANY = Terms()
-U32 = next(code for code in "IL" if array(code).itemsize == 4)
 
 TASKS = {Leg.PREFILL: Task.PROMPT, Leg.DECODE: Task.ANSWER, Leg.WHOLE: Task.WHOLE}
 
@@ -130,7 +128,7 @@ class CoreMesh(Members):
         key = RequestId(self._random_bytes(16))
         params = SamplingParams(**sampling)  # type: ignore[arg-type]
         life = Lifecycle(prompt, params, max_attempts=4)
-        hashed = HashedPrompt(packed(prompt), b"") if self.router.needs_prompt else None
+        hashed = HashedPrompt(column_of(prompt), b"") if self.router.needs_prompt else None
         dispatcher = Dispatcher(
             life, deadline_at=None, pair_wait_s=10.0, failover_wait_s=5.0, prompt=hashed
         )
@@ -402,14 +400,6 @@ class CoreMesh(Members):
         for member in self.members.values():
             if member.core.is_alive:
                 member.core.check()
-
-
-def packed(prompt: tuple[int, ...]) -> bytes:
-    """Return token ids as prefix hashes take them: little-endian, 32 bits each."""
-    column = array(U32, prompt)
-    if sys.byteorder == "big":
-        column.byteswap()
-    return column.tobytes()
 
 
 def _side(leg: Leg) -> Role:

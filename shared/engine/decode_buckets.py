@@ -148,12 +148,8 @@ class DecodeBuckets:
         self._columns_on_device = columns.view(_NUM_COLUMNS, max_rows)
         self._firsts = torch.arange(max_rows + 1, device=device)
         self._recordings: dict[int, Work] = {}
-        self._sizes: list[int] = []
-
-    @property
-    def sizes(self) -> Sequence[int]:
+        self.sizes: Sequence[int] = ()
         """The recorded buckets, ascending."""
-        return self._sizes
 
     def record(self, recorder: Recorder) -> None:
         """Record all buckets, the largest first; those that memory has no room for are left out."""
@@ -172,9 +168,9 @@ class DecodeBuckets:
                 )
             else:
                 _log.info("decode steps recorded", num_rows=size, done=done + 1, of=len(wanted))
-        self._sizes = sorted(self._recordings)
+        self.sizes = sorted(self._recordings)
         seconds = round(time.perf_counter() - began_at, 2)
-        _log.info("recording done", sizes=len(self._sizes), seconds=seconds)
+        _log.info("recording done", sizes=len(self.sizes), seconds=seconds)
 
     def run(self, rows: Sequence[StepRow]) -> torch.Tensor | None:
         """Run the step and return a hidden state a row, or None: see ``fill``."""
@@ -187,10 +183,10 @@ class DecodeBuckets:
         to_come: rows whose tokens are those that ``keep`` has of the step launched last.
         Raises LocalProtocolError: see ``Forward.run``.
         """
-        place = bisect_left(self._sizes, len(rows))
-        if place == len(self._sizes) or any(len(row.token_ids) != 1 for row in rows):
+        place = bisect_left(self.sizes, len(rows))
+        if place == len(self.sizes) or any(len(row.token_ids) != 1 for row in rows):
             return None
-        size = self._sizes[place]
+        size = self.sizes[place]
         if not self._fill(rows, to_come, size):
             return None
         filled = Filled(self._numbers, size, len(rows))

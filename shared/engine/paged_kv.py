@@ -81,11 +81,10 @@ class PagedKv:
         shape = (num_blocks + num_padding, block_size, layout.num_kv_heads, layout.head_dim)
         dtype = TORCH_DTYPES[layout.dtype]
 
-        def pools() -> list[torch.Tensor]:
-            return [huge_pages.tensor(shape, dtype, device) for _ in range(layout.num_layers)]
-
-        self.key_blocks = pools()
-        self.value_blocks = pools()
+        self.key_blocks, self.value_blocks = (
+            [huge_pages.tensor(shape, dtype, device) for _ in range(layout.num_layers)]
+            for _ in range(2)
+        )
         # [slots, num_kv_heads, head_dim] views of the same memory.
         self.keys = [pool.flatten(0, 1) for pool in self.key_blocks]
         self.values = [pool.flatten(0, 1) for pool in self.value_blocks]

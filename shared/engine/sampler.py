@@ -94,11 +94,18 @@ def sample(
     logits: float32 ``[len(specs), vocab_size]``; overwritten. guide: does as ``deny`` with masks of
     these rows.
     """
+    asked = [row for row, spec in enumerate(specs) if spec.params.logprobs is not None]
+    if not asked:
+        token_ids = choose(logits, specs, eos_token_ids=eos_token_ids, guide=guide)
+        return [Sampled(token_id, None) for token_id in token_ids.tolist()]
     # First: all that follows overwrites the logits.
-    reported = _RawLogprobs.of(logits, specs)
+    places = _numbers(asked, np.int64, logits.device)
+    raw = logits.index_select(0, places).log_softmax(dim=-1)
     token_ids = choose(logits, specs, eos_token_ids=eos_token_ids, guide=guide)
-    logprobs = reported.read(token_ids)
-    return [Sampled(token_id, logprobs.get(row)) for row, token_id in enumerate(token_ids.tolist())]
+    num_top = [specs[row].params.logprobs or 0 for row in asked]
+    entries = _read(raw, token_ids.index_select(0, places), num_top)
+    told = dict(zip(asked, entries, strict=True))
+    return [Sampled(token_id, told.get(row)) for row, token_id in enumerate(token_ids.tolist())]
 
 
 def choose(
@@ -151,30 +158,6 @@ def _read(
         top = sorted(pairs, key=lambda item: (-item[1], item[0]))
         entries.append(TokenLogprobs(value, tuple(top[:wanted])))
     return entries
-
-
-class _RawLogprobs:
-    """Logprobs before penalties and filters, for the rows that asked."""
-
-    def __init__(self, rows: Sequence[int], num_top: Sequence[int], logits: torch.Tensor) -> None:
-        self._rows = rows
-        self._num_top = num_top
-        if rows:
-            self._places = _numbers(rows, np.int64, logits.device)
-            self._logprobs = logits.index_select(0, self._places).log_softmax(dim=-1)
-
-    @classmethod
-    def of(cls, logits: torch.Tensor, specs: Sequence[SampleSpec]) -> _RawLogprobs:
-        asked = [row for row, spec in enumerate(specs) if spec.params.logprobs is not None]
-        return cls(asked, [specs[row].params.logprobs or 0 for row in asked], logits)
-
-    def read(self, token_ids: torch.Tensor) -> dict[int, TokenLogprobs]:
-        """Return the entries of rows that asked; token_ids: what was chosen, of all rows."""
-        if not self._rows:
-            return {}
-        chosen = token_ids.index_select(0, self._places)
-        entries = _read(self._logprobs, chosen, self._num_top)
-        return dict(zip(self._rows, entries, strict=True))
 
 
 def _numbers(values: Sequence[float], dtype: type, device: torch.device) -> torch.Tensor:

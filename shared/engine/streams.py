@@ -18,7 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 
@@ -83,36 +83,14 @@ class Streams:
         return _NOTHING
 
 
-class Mark(Protocol):
-    """A point in a stream's queue that knows when the device passed it: ``torch.cuda.Event`` with
-    ``enable_timing``."""
-
-    def record(self, stream: Any) -> None: ...
-
-    def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds from here to a later mark, both passed."""
-        ...
-
-
-AnyMark = TypeVar("AnyMark", bound=Mark)
-
-
-def host_times(begun_at: float, ended_at: float, elapsed_ms: Sequence[float]) -> tuple[float, ...]:
-    """Map a device's times since a step's beginning to the host's clock.
-
-    begun_at: host time at which the beginning was queued, to an idle stream. ended_at: at which the
-    host had waited for the end: nothing was done later, whatever two clocks make of it.
-    """
-    return tuple(min(begun_at + elapsed / 1e3, ended_at) for elapsed in elapsed_ms)
-
-
-class StepMarks(Generic[AnyMark]):
-    """The marks of one step after the other: its beginning, and each layer's KV."""
+class StepMarks:
+    """The marks of one step after the other: its beginning, queued to an idle stream, and each
+    layer's KV. new_mark: makes what ``torch.cuda.Event(enable_timing=True)`` is."""
 
     def __init__(
         self,
         num_layers: int,
-        new_mark: Callable[[], AnyMark],
+        new_mark: Callable[[], Any],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.layers = [new_mark() for _ in range(num_layers)]
@@ -136,10 +114,11 @@ class StepMarks(Generic[AnyMark]):
         self._ended_at = self._clock()
 
     def times(self) -> tuple[float, ...]:
-        """Return when the device had written each layer of the step that ended last."""
+        """Return when the device had written each layer of the step that ended last, by the host's
+        clock: nothing was done after its end, whatever two clocks make of it."""
         layers = self.layers[: self._num_written]
         elapsed_ms = [self._beginning.elapsed_time(mark) for mark in layers]
-        return host_times(self._begun_at, self._ended_at, elapsed_ms)
+        return tuple(min(self._begun_at + it / 1e3, self._ended_at) for it in elapsed_ms)
 
 
 class CudaStreams(Streams):

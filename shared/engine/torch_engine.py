@@ -146,7 +146,7 @@ class TorchEngine(DeviceEngine):
             streams=streams,
             guides=guides,
         )
-        self._forward = forward
+        self.forward = forward
         self._kv = kv
         self._kernels = kernels
 
@@ -284,11 +284,6 @@ class TorchEngine(DeviceEngine):
                 buckets.record(CudaRecorder() if place.type == "cuda" else Recorder())
                 return over(kv, buckets)
 
-    @property
-    def forward(self) -> Forward:
-        """The loaded model, for tests and benchmarks."""
-        return self._forward
-
     def step(self, rows: Sequence[StepRow], on_layer: OnLayer | None = None) -> list[RowResult]:
         """Run one pass over all rows; see ``base.Engine.step``.
 
@@ -299,7 +294,7 @@ class TorchEngine(DeviceEngine):
         wanted = _StepOutputs.of(rows)
         guided = self._guides.begin(rows) if self._guides is not None else None
         with DeviceFailures("a step"), self._streams.computing():
-            passed = self._forward.run(rows, wanted.samples, on_layer)
+            passed = self.forward.run(rows, wanted.samples, on_layer)
             return self._results(wanted, passed, None if guided is None else guided.result())
 
     def prepare(self, rows: Sequence[StepRow], to_come: ToCome = ()) -> PreparedStep | None:
@@ -310,7 +305,7 @@ class TorchEngine(DeviceEngine):
                 return None
             specs.append(row.sample)
         with DeviceFailures("a step"), torch.inference_mode(), self._streams.queueing():
-            queue = self._forward.prepare(rows, to_come)
+            queue = self.forward.prepare(rows, to_come)
         if queue is None:
             return None
         choose = partial(sampler.choose, specs=specs, eos_token_ids=self.spec.eos_token_ids)
@@ -344,7 +339,7 @@ class TorchEngine(DeviceEngine):
         """Give the pool and the weights back; the engine is unusable afterwards."""
         if self._guides is not None:
             self._guides.close()
-        for name in ("_kv", "_forward"):
+        for name in ("_kv", "forward"):
             self.__dict__.pop(name, None)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -390,7 +385,7 @@ class TorchEngine(DeviceEngine):
         with torch.inference_mode():
             for begin in range(0, len(targets), _LOGIT_ROWS):
                 part = targets[begin : begin + _LOGIT_ROWS]
-                logits = self._forward.logits(hidden[begin : begin + len(part)])
+                logits = self.forward.logits(hidden[begin : begin + len(part)])
                 entries += sampler.logprobs_of(logits, part, num_top)
         return tuple(entries)
 

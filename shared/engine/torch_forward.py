@@ -38,21 +38,11 @@ class TorchForward:
         """buckets: run steps of single tokens that nobody follows by layers, where they fit."""
         self._decoder = decoder
         self._kv = kv
-        self._attention = attention
+        self.attention = attention
         self._streams = streams
         self._max_model_len = max_model_len
         self._device = device
-        self._buckets = buckets
-
-    @property
-    def attention(self) -> AttentionBackend:
-        """The backend, for tests and benchmarks."""
-        return self._attention
-
-    @property
-    def buckets(self) -> DecodeBuckets | None:
-        """Recorded decode steps, for tests and benchmarks."""
-        return self._buckets
+        self.buckets = buckets
 
     @property
     def weights(self) -> Iterable[torch.Tensor]:
@@ -80,7 +70,7 @@ class TorchForward:
         self, rows: Sequence[StepRow], to_come: ToCome
     ) -> Callable[[Choose], Queued] | None:
         """See Forward."""
-        buckets = self._buckets
+        buckets = self.buckets
         filled = None if buckets is None else buckets.fill(rows, to_come)
         if buckets is None or filled is None:
             return None
@@ -99,8 +89,8 @@ class TorchForward:
         self, rows: Sequence[StepRow], on_layer: OnLayer | None
     ) -> tuple[torch.Tensor, Sequence[int]]:
         """Hidden states of all tokens, and where in them each row's last token lies."""
-        if self._buckets is not None and on_layer is None:
-            replayed = self._buckets.run(rows)
+        if self.buckets is not None and on_layer is None:
+            replayed = self.buckets.run(rows)
             if replayed is not None:
                 return replayed, range(len(rows))
         batch = flatten_rows(
@@ -110,7 +100,7 @@ class TorchForward:
             max_model_len=self._max_model_len,
             device=self._device,
         )
-        hidden = self._decoder.forward(batch, self._kv, self._attention, self._streams, on_layer)
+        hidden = self._decoder.forward(batch, self._kv, self.attention, self._streams, on_layer)
         lasts = [0] * len(rows)
         for extent in batch.extents:
             lasts[extent.row_idx] = extent.last - 1

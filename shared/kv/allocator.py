@@ -22,7 +22,8 @@ class BlockAllocator:
             raise LocalProtocolError(f"a pool needs at least one block, not {num_blocks}")
         self._references = [0] * num_blocks
         self._free = deque(range(num_blocks))
-        self._num_held = 0
+        self.num_held = 0
+        """Blocks with at least one reference."""
 
     @property
     def num_blocks(self) -> int:
@@ -33,11 +34,6 @@ class BlockAllocator:
     def num_free(self) -> int:
         """Blocks on the free list."""
         return len(self._free)
-
-    @property
-    def num_held(self) -> int:
-        """Blocks with at least one reference."""
-        return self._num_held
 
     def references(self, block: int) -> int:
         """How many owners hold the block."""
@@ -52,13 +48,13 @@ class BlockAllocator:
             raise LocalProtocolError("no free block: num_free must be looked at first")
         block = self._free.popleft()
         self._references[block] = 1
-        self._num_held += 1
+        self.num_held += 1
         return block
 
     def share(self, block: int) -> None:
         """Add a reference to a held or idle block. The caller knows that it is not free."""
         if self._references[block] == 0:
-            self._num_held += 1
+            self.num_held += 1
         self._references[block] += 1
 
     def drop(self, block: int) -> int:
@@ -68,7 +64,7 @@ class BlockAllocator:
             raise LocalProtocolError(f"block {block} is freed twice")
         self._references[block] -= 1
         if self._references[block] == 0:
-            self._num_held -= 1
+            self.num_held -= 1
         return self._references[block]
 
     def put_back(self, block: int) -> None:
@@ -81,11 +77,8 @@ class BlockAllocator:
         """Raise InvariantViolated unless every block is exactly one of free, idle, held."""
         free, kept = list(self._free), list(idle)
         held = [block for block, count in enumerate(self._references) if count > 0]
-        if (
-            sorted(free + kept + held) != list(range(self.num_blocks))
-            or len(held) != self._num_held
-        ):
+        if sorted(free + kept + held) != list(range(self.num_blocks)) or len(held) != self.num_held:
             raise InvariantViolated(
                 f"blocks: {self.num_blocks} != {len(free)} free + {len(kept)} idle + "
-                f"{len(held)} held (counted {self._num_held}), or one is in two places"
+                f"{len(held)} held (counted {self.num_held}), or one is in two places"
             )

@@ -77,9 +77,11 @@ class BlockPool:
     ) -> None:
         if block_size < 1:
             raise LocalProtocolError(f"block_size must be at least 1, not {block_size}")
+        self.num_blocks = num_blocks
         self._allocator = BlockAllocator(num_blocks)
         self._cache = PrefixCache()
-        self._block_size = block_size
+        self.block_size = block_size
+        """Token positions of a block."""
         self._model_key = model_key
         self._watermark_blocks = watermark_blocks
         self._cache_prefixes = cache_prefixes
@@ -88,16 +90,6 @@ class BlockPool:
         self._num_hit_tokens = 0
 
     # --- what there is ---------------------------------------------------------------------------
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks in the pool, in whatever state."""
-        return self._allocator.num_blocks
-
-    @property
-    def block_size(self) -> int:
-        """Token positions of a block."""
-        return self._block_size
 
     @property
     def num_available(self) -> int:
@@ -123,7 +115,7 @@ class BlockPool:
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that ``num_tokens`` token positions take."""
-        return -(-num_tokens // self._block_size)
+        return -(-num_tokens // self.block_size)
 
     def claim(self, num_blocks: int) -> None:
         """Set how many blocks are spoken for by sequences that run here but wait for room (not
@@ -143,16 +135,16 @@ class BlockPool:
     def new_chain(self, salt: bytes = b"") -> PrefixChain:
         """Return the empty hash chain of a new token list. salt: the tenant's; other salts never
         share KV."""
-        return PrefixChain(root_hash(self._model_key, salt), self._block_size)
+        return PrefixChain(root_hash(self._model_key, salt), self.block_size)
 
     def num_cached_tokens(
         self, chain: PrefixChain, tokens: Sequence[int], max_hit_tokens: int
     ) -> int:
         """Return how many tokens ``acquire`` would find cached now. Changes nothing."""
-        return len(self._hits(chain, tokens, max_hit_tokens)) * self._block_size
+        return len(self._hits(chain, tokens, max_hit_tokens)) * self.block_size
 
     def _hits(self, chain: PrefixChain, tokens: Sequence[int], max_hit_tokens: int) -> list[int]:
-        max_hit_blocks = min(max_hit_tokens, len(tokens)) // self._block_size
+        max_hit_blocks = min(max_hit_tokens, len(tokens)) // self.block_size
         if not self._cache_prefixes or max_hit_blocks <= 0:
             return []
         return self._cache.match(chain.hashes(tokens, max_hit_blocks))
@@ -208,7 +200,7 @@ class BlockPool:
             if self._cache.is_idle(block):
                 self._cache.set_held(block)
             self._allocator.share(block)
-        num_hit_tokens = len(hits) * self._block_size
+        num_hit_tokens = len(hits) * self.block_size
         return BlockTable(array("i", hits), num_hit_tokens, num_published=len(hits))
 
     def grow(self, table: BlockTable, num_tokens: int) -> bool:
@@ -230,13 +222,13 @@ class BlockPool:
         Call after the step (or the verified transfer) that wrote them, never before.
         """
         self._require_live(table)
-        num_full = num_computed_tokens // self._block_size
+        num_full = num_computed_tokens // self.block_size
         if not self._cache_prefixes or num_full <= table.num_published:
             return
         hashes = chain.hashes(tokens, num_full)
         for idx in range(table.num_published, num_full):
             parent = hashes[idx - 1] if idx else b""
-            self._cache.insert(hashes[idx], table.blocks[idx], (idx + 1) * self._block_size, parent)
+            self._cache.insert(hashes[idx], table.blocks[idx], (idx + 1) * self.block_size, parent)
         table.num_published = num_full
 
     def release(self, table: BlockTable) -> None:

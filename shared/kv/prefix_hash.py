@@ -38,6 +38,14 @@ def root_hash(model_key: bytes, salt: bytes) -> bytes:
     return hashlib.sha256(b"pdmesh/prefix/2" + head + model_key + salt).digest()
 
 
+def column_of(tokens: Sequence[int]) -> bytes:
+    """Return token ids as they are hashed: little-endian u32."""
+    column = array(_U32, tokens)
+    if sys.byteorder == "big":
+        column.byteswap()
+    return column.tobytes()
+
+
 def prefix_hashes(root: bytes, column: bytes, every: int = UNIT) -> list[bytes]:
     """Return the hashes of a prompt's prefixes of ``every``, twice, three times... as many tokens,
     as ``PrefixChain`` has them.
@@ -74,8 +82,6 @@ class PrefixChain:
         full: of each the hash of the prefix that ends with it."""
         known, size = self._hashes, self._block_size
         if num_blocks > len(known):
-            column = array(_U32, tokens[len(known) * size : num_blocks * size])
-            if sys.byteorder == "big":
-                column.byteswap()
-            known += _further(self._running, column.tobytes(), 4 * size)
+            column = column_of(tokens[len(known) * size : num_blocks * size])
+            known += _further(self._running, column, 4 * size)
         return known[:num_blocks]

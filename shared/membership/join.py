@@ -315,9 +315,8 @@ class Registration:
             status = status_to_wire(self._load(), seen)
             status.first_gateway = min(self._joined, default=0)
             status.kv = self._kv_changes(link)
-            await stream.send(wire.WorkerReport(status=status))
+            await stream.send(wire.WorkerReport(status=status), end=is_last)
             if is_last:
-                await stream.end()
                 return
             if status.kv is not None and not status.kv.is_whole:
                 continue  # a snapshot, in pieces

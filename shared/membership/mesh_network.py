@@ -40,8 +40,9 @@ from shared.membership.proof import (
 )
 from shared.mesh_secret import MeshSecret
 from shared.messages import codec
+from shared.rpc.call_server import CallServer
 from shared.rpc.methods import MESH_PROVE
-from shared.rpc.network import Address, Network, RpcServer
+from shared.rpc.network import Address, Network
 from shared.rpc.service import ServerStream, Servicer, bind, refuse
 from shared.rpc.stream import open_stream
 
@@ -70,7 +71,7 @@ class MeshNetwork:
 
     def serve(
         self, address: Address, handlers: Sequence[Any], **options: Any
-    ) -> AbstractAsyncContextManager[RpcServer]:
+    ) -> AbstractAsyncContextManager[CallServer]:
         """See Network. options: of the one below."""
         prove = Servicer(bind(MESH_PROVE, self._answer))
         guarded = [_Guarded(handler, self._why_refused) for handler in handlers]

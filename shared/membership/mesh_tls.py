@@ -12,8 +12,9 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from shared.errors import MeshError, NotOfThisMesh, WorkerLost
+from shared.rpc.call_server import CallServer
 from shared.rpc.network import Address
-from shared.rpc.tcp import GuardedChannel, TcpNetwork, TcpServer
+from shared.rpc.tcp import GuardedChannel, TcpNetwork
 from shared.rpc.tls import MeshTls
 
 _REMEDY = (
@@ -30,7 +31,7 @@ class ServiceNetwork:
 
     def serve(
         self, address: Address, handlers: Sequence[Any], **options: Any
-    ) -> AbstractAsyncContextManager[TcpServer]:
+    ) -> AbstractAsyncContextManager[CallServer]:
         """See Network. options: of ``TcpNetwork``, TLS aside."""
         return TcpNetwork().serve(address, handlers, tls=self._tls, **options)
 

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from shared import wire
 from shared.errors import ERROR_TYPES, IncompatiblePeer, MeshError, RemoteProtocolError, WorkerLost
@@ -77,7 +77,8 @@ def _require(condition: bool, message: str, param: str) -> None:
         raise RemoteProtocolError(message, param=param)
 
 
-def _id(value: bytes, param: str) -> bytes:
+def checked_id(value: bytes, param: str) -> bytes:
+    """Return it. Raises RemoteProtocolError: it has another length than ids have."""
     if len(value) != ID_BYTES:
         raise RemoteProtocolError(f"must be {ID_BYTES} bytes", param=param)
     return value
@@ -251,18 +252,26 @@ def _bad_words(params: wire.SamplingParams) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(itertools.islice(ids, length)) for length in lengths)
 
 
-def _work_item(message: wire.StartPrefill | wire.Reserve) -> WorkItem:
-    token_ids = tuple(unpack_u32(message.token_ids, name="token_ids"))
+def salted_tokens(
+    message: wire.StartPrefill | wire.Reserve | wire.PullPrefix,
+) -> tuple[Sequence[int], bytes]:
+    """Check and return a prompt's tokens, and its tenant's salt."""
+    token_ids = unpack_u32(message.token_ids, name="token_ids")
     _require(0 < len(token_ids) <= MAX_TOKENS, f"must be 1..{MAX_TOKENS} tokens", "token_ids")
     is_short = len(message.cache_salt) <= MAX_SALT_BYTES
     _require(is_short, f"must be at most {MAX_SALT_BYTES} bytes", "cache_salt")
+    return token_ids, message.cache_salt
+
+
+def _work_item(message: wire.StartPrefill | wire.Reserve) -> WorkItem:
+    token_ids, cache_salt = salted_tokens(message)
     return WorkItem(
-        token_ids=token_ids,
+        token_ids=tuple(token_ids),
         num_prompt_tokens=_within(
             message.num_prompt_tokens, 1, len(token_ids), "num_prompt_tokens"
         ),
         sampling=sampling_from_wire(message.sampling),
-        cache_salt=message.cache_salt,
+        cache_salt=cache_salt,
     )
 
 
@@ -283,14 +292,26 @@ def reserve_from_wire(command: wire.Reserve) -> Order:
     return _order(command, Incarnation(command.prefill_incarnation))._replace(wait_s=wait_s)
 
 
+class _NamesTransfer(Protocol):
+    request_id: bytes
+    attempt: int
+    lease_token: bytes
+
+
+def key_of(message: _NamesTransfer) -> TransferKey:
+    """Check and return which transfer a message is about."""
+    return TransferKey(
+        RequestId(checked_id(message.request_id, "request_id")),
+        message.attempt,
+        LeaseToken(checked_id(message.lease_token, "lease_token")),
+    )
+
+
 def _order(command: wire.StartPrefill | wire.Reserve, peer: Incarnation | None) -> Order:
+    _within(command.attempt, 0, 1000, "attempt")
     return Order(
         stream_id=StreamId(command.stream_id),
-        key=TransferKey(
-            RequestId(_id(command.request_id, "request_id")),
-            _within(command.attempt, 0, 1000, "attempt"),
-            LeaseToken(_id(command.lease_token, "lease_token")),
-        ),
+        key=key_of(command),
         item=_work_item(command),
         peer=peer,
         deadline_s=_seconds(command.deadline_s, "deadline_s") or None,

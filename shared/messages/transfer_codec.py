@@ -12,13 +12,12 @@ from typing import NamedTuple
 
 from shared import wire
 from shared.errors import IncompatiblePeer, MeshError, RemoteProtocolError
-from shared.ids import ID_BYTES, Incarnation, LeaseToken, RequestId, TransferId
+from shared.ids import ID_BYTES, Incarnation, TransferId
 from shared.kv.layout import KvLayout
 from shared.lanes import Certainty, LaneFinding, is_well_formed
 from shared.messages import codec
-from shared.messages.columns import pack_u32, unpack_u32
+from shared.messages.columns import pack_u32
 from shared.model_spec import ModelSpec
-from shared.request import MAX_SALT_BYTES
 from shared.transfer.messages import (
     Abort,
     Ack,
@@ -32,7 +31,6 @@ from shared.transfer.messages import (
     SourceMessage,
     Span,
     StopSending,
-    TransferKey,
     WindowOffer,
 )
 from shared.transfer.plan import MAX_FRAMES, FrameRule
@@ -205,7 +203,7 @@ def message_from_wire(message: wire.PairMessage) -> SourceMessage | SinkMessage 
     Raises RemoteProtocolError: it is none of those, or malformed.
     """
     if message.open is not None:
-        return Open(_key(message.open))
+        return Open(codec.key_of(message.open))
     if (span := message.span) is not None:
         return Span(
             _transfer_id(span.transfer_id),
@@ -223,14 +221,14 @@ def message_from_wire(message: wire.PairMessage) -> SourceMessage | SinkMessage 
         return Abort(_transfer_id(abort.transfer_id), error, abort.frames)
     if (grant := message.grant) is not None:
         return Grant(
-            _key(grant),
+            codec.key_of(grant),
             _transfer_id(grant.transfer_id),
             grant.epoch,
             _tag_base(grant.tag_base),
             grant.skip_tokens,
         )
     if (refused := message.refused) is not None:
-        return Refused(_key(refused), _reason(refused.error))
+        return Refused(codec.key_of(refused), _reason(refused.error))
     if (credit := message.credit) is not None:
         return Credit(
             _transfer_id(credit.transfer_id),
@@ -242,12 +240,7 @@ def message_from_wire(message: wire.PairMessage) -> SourceMessage | SinkMessage 
     if (stop := message.stop) is not None:
         return StopSending(_transfer_id(stop.transfer_id), _reason(stop.error))
     if (pull := message.pull) is not None:
-        token_ids = unpack_u32(pull.token_ids, name="token_ids")
-        if not 0 < len(token_ids) <= codec.MAX_TOKENS:
-            raise RemoteProtocolError(f"must be 1..{codec.MAX_TOKENS} tokens", param="token_ids")
-        if len(pull.cache_salt) > MAX_SALT_BYTES:
-            raise RemoteProtocolError(f"must be at most {MAX_SALT_BYTES} bytes", param="cache_salt")
-        return Pull(_key(pull), token_ids, pull.cache_salt)
+        return Pull(codec.key_of(pull), *codec.salted_tokens(pull))
     raise RemoteProtocolError("an unknown or misplaced message on a pair stream")
 
 
@@ -287,23 +280,7 @@ def _reason(error: wire.Error | None) -> MeshError:
 
 
 def _transfer_id(raw: bytes) -> TransferId:
-    return TransferId(_id(raw, "transfer_id"))
-
-
-def _key(
-    message: wire.OpenTransfer | wire.TransferGrant | wire.TransferRefused | wire.PullPrefix,
-) -> TransferKey:
-    return TransferKey(
-        RequestId(_id(message.request_id, "request_id")),
-        message.attempt,
-        LeaseToken(_id(message.lease_token, "lease_token")),
-    )
-
-
-def _id(raw: bytes, param: str) -> bytes:
-    if len(raw) != ID_BYTES:
-        raise RemoteProtocolError(f"must be {ID_BYTES} bytes", param=param)
-    return raw
+    return TransferId(codec.checked_id(raw, "transfer_id"))
 
 
 def _tag_base(value: int) -> int:

@@ -38,9 +38,9 @@ def fit_steps(samples: Sequence[StepSample]) -> FittedPhase:
     is_held = [place % HELD_OUT == HELD_OUT // 2 for place in places]
     seen = [sample for sample, held in zip(ordered, is_held, strict=True) if not held]
     held_out = [sample for sample, held in zip(ordered, is_held, strict=True) if held]
-    partial = _line(seen)
+    partial = line_through(seen)
     errors = [abs(_value(partial, sample) - sample.seconds) / sample.seconds for sample in held_out]
-    constant_s, token_s, attended_s = _line(ordered)
+    constant_s, token_s, attended_s = line_through(ordered)
     return FittedPhase(
         constant_s=constant_s,
         token_s=token_s,
@@ -52,7 +52,8 @@ def fit_steps(samples: Sequence[StepSample]) -> FittedPhase:
     )
 
 
-def _line(samples: Sequence[StepSample]) -> tuple[float, float, float]:
+def line_through(samples: Sequence[StepSample]) -> tuple[float, float, float]:
+    """Return a constant, and what a token and a position attended to take."""
     line = LeastSquares(3, keep=1.0)
     for sample in samples:
         line.observe((1.0, sample.num_tokens, sample.num_attended), sample.seconds)

@@ -10,8 +10,6 @@ import asyncio
 import contextlib
 import fcntl
 import hashlib
-import os
-import tempfile
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from pathlib import Path
@@ -25,6 +23,7 @@ from shared.cache_folder import cache_folder
 from shared.engine.base import Engine
 from shared.errors import TransferFailed
 from shared.profile.machine import UNMEASURED, MachineProfile
+from shared.whole_file import write_whole
 
 _log = structlog.get_logger(__name__)
 
@@ -130,16 +129,7 @@ def _write(path: Path, key: Key, profile: MachineProfile) -> bool:
     body = orjson.dumps({"machine": key, "profile": profile}, option=orjson.OPT_INDENT_2)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # In the same folder, so that the rename is one step: a reader sees the old file or the new
-        # one.
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".profile-")
-        try:
-            with os.fdopen(descriptor, "wb") as scratch:
-                scratch.write(body + b"\n")
-            Path(name).replace(path)
-        except BaseException:
-            Path(name).unlink()
-            raise
+        write_whole(path, body + b"\n")
     except OSError as error:
         _log.warning(
             "profile not kept, the next start measures again; --profile-file names another place",

@@ -20,6 +20,7 @@ from shared.engine.worker import ComputeRunner
 from shared.errors import TransferFailed
 from shared.profile import machine
 from shared.profile.machine import MachineProfile, Sample
+from shared.profile.step_rows import step_s
 from shared.step import StepRow
 from shared.transfer.frames import HEADER_BYTES
 from shared.transfer.plan import FrameRule, plan_frames
@@ -78,18 +79,18 @@ async def sweep(
     room = min(engine.spec.max_model_len - 1, engine.num_blocks * engine.block_size)
     rows = [_prompt(engine, min(count, room)) for count in lengths[:1]]
     rows += [_prompt(engine, count) for count in lengths[1:] if count <= room]
-    await _step_s(compute, rows[0])  # kernels are compiled at their first use
+    await step_s(compute, [rows[0]])  # kernels are compiled at their first use
     ends_at = stopwatch() + limit_s
     quickest_s: list[float] = []
     for row in rows:
         if quickest_s and 2 * quickest_s[-1] > (ends_at - stopwatch()) / 2:
             break
-        quickest_s.append(await _step_s(compute, row))
+        quickest_s.append(await step_s(compute, [row]))
     # Round after round, not length after length: a disturbance then costs every length one sample.
     for _ in range(_MOST_ROUNDS):
         for at, row in enumerate(rows[: len(quickest_s)]):
             if stopwatch() + quickest_s[at] < ends_at:
-                quickest_s[at] = min(quickest_s[at], await _step_s(compute, row))
+                quickest_s[at] = min(quickest_s[at], await step_s(compute, [row]))
     return [(len(row.token_ids), s) for row, s in zip(rows, quickest_s, strict=False)]
 
 
@@ -103,12 +104,6 @@ def _prompt(engine: Engine, num_tokens: int) -> StepRow:
     num_blocks = -(-num_tokens // engine.block_size)
     token_ids = [1 % engine.spec.vocab_size] * num_tokens
     return StepRow(token_ids=token_ids, start=0, block_table=range(num_blocks))
-
-
-async def _step_s(compute: ComputeRunner, row: StepRow) -> float:
-    step = compute.begin([row])
-    await step.results()
-    return step.seconds
 
 
 async def _interference(
@@ -129,9 +124,9 @@ async def _interference(
     beside_s: list[float] = []
     # By turns, so that what else the machine does falls on both alike.
     while not alone_s or stopwatch() < ends_at:
-        alone_s.append(await _step_s(compute, row))
+        alone_s.append(await step_s(compute, [row]))
         async with asyncio.TaskGroup() as tasks:
-            step = tasks.create_task(_step_s(compute, row))
+            step = tasks.create_task(step_s(compute, [row]))
             while not step.done():
                 await compute.copy(copy)
         beside_s.append(step.result())

@@ -16,7 +16,7 @@ from shared.errors import InvalidRequest
 from shared.predict.fit_steps import StepSample, fit_steps
 from shared.predict.step_time import attended
 from shared.profile.step_profile import MOST_ERROR, ProfiledSteps, StepProfile
-from shared.profile.step_rows import batches, chunks
+from shared.profile.step_rows import batches, chunks, step_s
 from shared.step import StepRow
 from shared.version import VERSION
 
@@ -56,11 +56,7 @@ async def _time(
         if found and stopwatch() + REPETITIONS * found[-1].seconds > ends_at:
             break
         await compute.step(rows)  # kernels are compiled at their first use, caches filled
-        seconds: list[float] = []
-        for _ in range(REPETITIONS):
-            step = compute.begin(rows)
-            await step.results()
-            seconds.append(step.seconds)
+        seconds = [await step_s(compute, rows) for _ in range(REPETITIONS)]
         num_tokens = sum(len(row.token_ids) for row in rows)
         num_attended = sum(attended(row.start, row.stop) for row in rows)
         found.append(StepSample(num_tokens, num_attended, min(seconds)))

@@ -17,6 +17,7 @@ from msgspec import Meta
 from shared.errors import InvalidRequest
 from shared.predict.fit_steps import StepSample
 from shared.predict.times import FittedPhase, FittedTimes
+from shared.whole_file import write_whole
 
 SCHEMA: Final = 1
 """Grows when a field changes its meaning; a reader refuses another one."""
@@ -84,12 +85,7 @@ class StepProfile(msgspec.Struct, frozen=True, kw_only=True):
     def write(self, path: Path) -> None:
         """Write the file, whole or not at all. Raises OSError."""
         text = msgspec.json.format(msgspec.json.encode(self), indent=2)
-        part = path.with_name(f".{path.name}.part")
-        try:
-            part.write_bytes(text + b"\n")
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+        write_whole(path, text + b"\n")
 
 
 def read_profile(path: Path) -> StepProfile:

@@ -1,10 +1,11 @@
-"""Rows of steps that are run to be timed: chunks of one prompt, and batches of single tokens."""
+"""Steps that are run to be timed: chunks of one prompt, and batches of single tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 from shared.engine.base import Engine
+from shared.engine.worker import ComputeRunner
 from shared.request import SamplingParams
 from shared.step import SampleSpec, StepRow
 
@@ -38,6 +39,13 @@ def batches(
             if fits and num_rows * blocks <= engine.num_blocks:
                 yield [_row(engine, depth, 1, first_block=i * blocks) for i in range(num_rows)]
         num_rows *= factor
+
+
+async def step_s(compute: ComputeRunner, rows: list[StepRow]) -> float:
+    """Run a step and return what it took by the engine's own clock. Raises EngineFailed."""
+    step = compute.begin(rows)
+    await step.results()
+    return step.seconds
 
 
 def _row(engine: Engine, start: int, size: int, *, first_block: int) -> StepRow:

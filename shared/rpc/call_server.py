@@ -22,12 +22,12 @@ from grpclib.reflection.service import ServerReflection
 from grpclib.server import Handler as GrpclibServerHandler
 from h2.errors import ErrorCodes
 
+from shared.address import Address
 from shared.errors import ShuttingDown
 from shared.http2.complaints import Complaints
 from shared.http2.connection import ConnectionLimits, GuardedProtocol
 from shared.messages.descriptors import descriptors
 from shared.messages.message_codec import MessageCodec
-from shared.rpc.network import IsKnown
 from shared.rpc.service import DEADLINE_KEY, refuse
 
 CLOSE_WITHIN_S = 5.0
@@ -37,6 +37,9 @@ KNOWN_WITHIN_S = 10.0
 """A stranger's connection lives so long: time for a proof, and for a health check."""
 
 _STANDARD_SERVICES = ("/grpc.health.", "/grpc.reflection.")
+
+IsKnown = Callable[[Any], bool]
+"""Whether a connection (``ServerStream.connection``) is somebody's that we know."""
 
 Headers = list[tuple[str, str]]
 
@@ -91,6 +94,7 @@ class _CallHandler(GrpclibServerHandler):
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
+        """Those in progress, health and reflection included."""
         return list(self._tasks.values())
 
     def cancel(self, stream: Stream) -> None:
@@ -102,15 +106,10 @@ class _ServerProtocol(GuardedProtocol):
     """One connection to the server."""
 
     def __init__(self, server: CallServer, limits: ConnectionLimits) -> None:
-        self._calls = _CallHandler(server)
-        super().__init__(self._calls, limits, is_client=False, complaints=server.complaints)
+        self.calls = _CallHandler(server)
+        super().__init__(self.calls, limits, is_client=False, complaints=server.complaints)
         self._server = server
         self._judging: asyncio.TimerHandle | None = None
-
-    @property
-    def calls(self) -> list[asyncio.Task[None]]:
-        """Calls in progress on this connection, health and reflection included."""
-        return self._calls.tasks
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -148,6 +147,8 @@ class CallServer:
         is_known: IsKnown | None = None,
     ) -> None:
         """is_known: see ``Network.serve``."""
+        self.address = Address("", 0)
+        """Where somebody listens for it, with the real port if 0 was asked for."""
         self._limits = limits or ConnectionLimits()
         self._max_connections = max_connections
         self.is_known = is_known
@@ -191,7 +192,8 @@ class CallServer:
     async def drain(self, limit_s: float) -> bool:
         """Refuse new calls with ShuttingDown, wait for running ones; False if the limit came first.
 
-        Long-lived sessions are calls too: their services end them first.
+        Whoever listens goes on, so that refusals are typed and health answers. Long-lived sessions
+        count as running: end them first.
         """
         self._refuse_calls()
         running = list(self._calls)
@@ -212,7 +214,7 @@ class CallServer:
     async def close(self) -> None:
         """Cancel what still runs, which tells its callers, and close every connection."""
         self._refuse_calls()
-        tasks = [task for protocol in self._protocols for task in protocol.calls]
+        tasks = [task for protocol in self._protocols for task in protocol.calls.tasks]
         for task in tasks:
             task.cancel()
         if tasks:

@@ -7,35 +7,13 @@ through memory, so that the whole mesh can run in one process under virtual time
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 from shared.address import Address as Address
+from shared.rpc.call_server import CallServer, IsKnown
 from shared.rpc.tls import ServerTls
-
-IsKnown = Callable[[Any], bool]
-"""Whether a connection (``ServerStream.connection``) is somebody's that we know."""
-
-
-class RpcServer(Protocol):
-    """A listening gRPC server."""
-
-    @property
-    def address(self) -> Address:
-        """Where it listens, with the real port if 0 was asked for."""
-        ...
-
-    def set_ready(self, is_ready: bool) -> None:
-        """What health checks hear: SERVING (from the start) or NOT_SERVING."""
-        ...
-
-    async def drain(self, limit_s: float) -> bool:
-        """Refuse new calls with ShuttingDown, wait for running ones; False if the limit came first.
-
-        Long-lived sessions count as running: end them first. The block that serves then closes.
-        """
-        ...
 
 
 class Network(Protocol):
@@ -48,7 +26,7 @@ class Network(Protocol):
         *,
         tls: ServerTls | None = None,
         is_known: IsKnown | None = None,
-    ) -> AbstractAsyncContextManager[RpcServer]:
+    ) -> AbstractAsyncContextManager[CallServer]:
         """Serve handlers (objects with grpclib's ``__mapping__``) until the block ends; health and
         reflection are added. is_known: a connection that it does not hold for known 10 s after
         its beginning is closed (``KNOWN_WITHIN_S``); None = all are known.

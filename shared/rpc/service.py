@@ -23,6 +23,7 @@ from grpclib.const import Status
 from grpclib.exceptions import StreamTerminatedError
 from h2.exceptions import H2Error
 
+from shared.address import Address
 from shared.errors import (
     DeadlinePassed,
     InvalidRequest,
@@ -35,8 +36,7 @@ from shared.errors import (
 )
 from shared.messages.message_codec import MessageCodec, framed, read_message, read_message_nowait
 from shared.rpc.methods import Method
-from shared.rpc.network import Address
-from shared.rpc.status import ERROR_TRAILER, error_to_json, grpc_status_of
+from shared.rpc.status import ERROR_TRAILER, error_to_json, row_of
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
@@ -159,10 +159,6 @@ class ServerStream(Generic[Request, Reply]):
         """What all calls on one connection have in common."""
         return self._raw._stream.connection
 
-    async def cancel(self) -> None:
-        """Reset the stream without a status. The handler should return after this."""
-        await self._raw.cancel()
-
     async def _finish(self, error: MeshError | None) -> None:
         """Send the trailers. A caller that is gone needs none."""
         raw = self._raw
@@ -171,7 +167,7 @@ class ServerStream(Generic[Request, Reply]):
             return
         status, message, trailers = Status.OK, None, dict(self._trailers)
         if error is not None:
-            status, message = grpc_status_of(error), error.message
+            status, message = row_of(error).grpc, error.message
             trailers[ERROR_TRAILER] = error_to_json(error)
         try:
             await raw.send_trailing_metadata(
@@ -184,7 +180,7 @@ class ServerStream(Generic[Request, Reply]):
 async def refuse(raw: Any, error: MeshError) -> None:
     """End a call of grpclib's with an error before anything of it was read."""
     await raw.send_trailing_metadata(
-        status=grpc_status_of(error),
+        status=row_of(error).grpc,
         status_message=error.message,
         metadata={ERROR_TRAILER: error_to_json(error)},
     )

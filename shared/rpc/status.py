@@ -93,16 +93,6 @@ def row_of(error: MeshError) -> StatusRow:
     return STATUS_TABLE[error.type]
 
 
-def http_status_of(error: MeshError) -> int:
-    """Return the HTTP status that says this error."""
-    return row_of(error).http
-
-
-def grpc_status_of(error: MeshError) -> Status:
-    """Return the gRPC status that says this error."""
-    return row_of(error).grpc
-
-
 def openai_error_body(error: MeshError) -> dict[str, Any]:
     """Return the OpenAI error object; also what goes out as an SSE error event."""
     body: dict[str, Any] = {

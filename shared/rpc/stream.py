@@ -44,11 +44,11 @@ class ClientStream(Generic[Request, Reply]):
         self._raw = raw
         self._method = method
         self._num_sends = 0
-        self._is_ended = False
         self._is_over = False
         self._error: MeshError | None = None
         self._headers: dict[str, str] | None = None
-        self._trailers: dict[str, str] = {}
+        self.trailers: Mapping[str, str] = {}
+        """Text metadata of the end of the call; empty until ``receive`` returned None or raised."""
 
     async def send(self, message: Request, *, end: bool = False) -> None:
         """Send one message; ``end`` also ends our side. Waits while the peer's window is full.
@@ -60,7 +60,6 @@ class ClientStream(Generic[Request, Reply]):
             await self._raw.send_message(message, end=end)
         except Exception as error:
             self._fail(error)
-        self._is_ended = self._is_ended or end
         # See service.py: grpclib's send need not yield, and a long burst would hold the loop.
         self._num_sends += 1
         if self._num_sends % _SENDS_BEFORE_YIELD == 0:
@@ -77,16 +76,6 @@ class ClientStream(Generic[Request, Reply]):
             return self._raw._stream.send_data_nowait(data)
         except Exception as error:
             self._fail(error)
-
-    async def end(self) -> None:
-        """End our side; the server may go on sending. Idempotent."""
-        if not self._is_ended:
-            self._is_ended = True
-            self._require_running()
-            try:
-                await self._raw.end()
-            except Exception as error:
-                self._fail(error)
 
     def receive_nowait(self) -> Reply | None:
         """Return the next message if it has arrived in one piece, else None.
@@ -142,7 +131,7 @@ class ClientStream(Generic[Request, Reply]):
 
     def _finish(self, trailers: dict[str, str]) -> None:
         """Take the end of the call in; raises what it says."""
-        self._trailers = {
+        self.trailers = {
             key: value
             for key, value in trailers.items()
             if not key.startswith((":", "grpc-")) and not key.endswith("-bin")
@@ -157,11 +146,6 @@ class ClientStream(Generic[Request, Reply]):
         """Iterate over ``receive`` until None."""
         while (message := await self.receive()) is not None:
             yield message
-
-    @property
-    def trailers(self) -> Mapping[str, str]:
-        """Text metadata of the end of the call; empty until ``receive`` returned None or raised."""
-        return self._trailers
 
     def cancel(self) -> None:
         """Reset the call now, without waiting; later operations raise. Idempotent."""

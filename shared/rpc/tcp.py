@@ -15,8 +15,8 @@ from grpclib.protocol import H2Protocol
 
 from shared.http2.connection import ConnectionLimits, GuardedProtocol, client_protocol
 from shared.messages.message_codec import MessageCodec
-from shared.rpc.call_server import CLOSE_WITHIN_S, CallServer
-from shared.rpc.network import Address, IsKnown
+from shared.rpc.call_server import CLOSE_WITHIN_S, CallServer, IsKnown
+from shared.rpc.network import Address
 from shared.rpc.tls import GRPC, HANDSHAKE_WITHIN_S, ServerTls
 
 BACKLOG = 512
@@ -66,29 +66,6 @@ async def closing(channel: GuardedChannel) -> AsyncGenerator[GuardedChannel]:
                 protocol.abort()
 
 
-class TcpServer:
-    """A listening server; made by ``TcpNetwork.serve``."""
-
-    def __init__(self, calls: CallServer, listener: asyncio.Server) -> None:
-        self._calls = calls
-        self._listener = listener
-        host, port, *_ = listener.sockets[0].getsockname()
-        self._address = Address(host, port)
-
-    @property
-    def address(self) -> Address:
-        """See RpcServer."""
-        return self._address
-
-    def set_ready(self, is_ready: bool) -> None:
-        """See RpcServer."""
-        self._calls.set_ready(is_ready)
-
-    async def drain(self, limit_s: float) -> bool:
-        """See RpcServer. The port stays open, so that refusals are typed and health answers."""
-        return await self._calls.drain(limit_s)
-
-
 class TcpNetwork:
     """Serves and dials on TCP. client_tls: how what we dial is encrypted; None = not at all."""
 
@@ -109,7 +86,7 @@ class TcpNetwork:
         *,
         tls: ServerTls | None = None,
         is_known: IsKnown | None = None,
-    ) -> AsyncGenerator[TcpServer]:
+    ) -> AsyncGenerator[CallServer]:
         """See Network."""
         loop = asyncio.get_running_loop()
         calls = CallServer(handlers, limits=self._limits, is_known=is_known)
@@ -132,8 +109,10 @@ class TcpNetwork:
             else:
                 text = f"cannot listen on {address}: {error.strerror or error}"
             raise OSError(error.errno, text) from error
+        host, port, *_ = listener.sockets[0].getsockname()
+        calls.address = Address(host, port)
         try:
-            yield TcpServer(calls, listener)
+            yield calls
         finally:
             # New connections first, then those that there are: none may come in between.
             listener.close()

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from shared.errors import LocalProtocolError
 from shared.ids import Incarnation, RandomBytes
@@ -33,16 +33,8 @@ if TYPE_CHECKING:
     Profiler = Callable[[Engine, ComputeRunner, Transport], Awaitable[MachineProfile]]
 
 
-async def _no_transport() -> NoReturn:
-    raise LocalProtocolError("this process was given no transport")
-
-
-def _no_compute(engine: Any) -> NoReturn:
-    raise LocalProtocolError("this process was given no compute runner")
-
-
-def _no_thread(name: str) -> NoReturn:
-    raise LocalProtocolError("this process was given no threads")
+def _none(*_: object) -> NoReturn:
+    raise LocalProtocolError("this process was given no transport, no compute and no threads")
 
 
 async def _unmeasured(
@@ -63,14 +55,14 @@ class Platform:
     """
 
     network: Network
-    new_transport: TransportFactory = _no_transport
-    compute: ComputeFactory = _no_compute
+    new_transport: TransportFactory = _none
+    compute: ComputeFactory = _none
     random_bytes: RandomBytes = os.urandom
     stopwatch: Callable[[], float] = loop_time
     secret: MeshSecret | None = None
     between: Network | None = None
     profile: Profiler = _unmeasured
-    new_thread: Callable[[str], OrderedWork] = _no_thread
+    new_thread: Callable[[str], OrderedWork] = _none
 
     def mesh_network(self, role: str, incarnation: Incarnation) -> Network:
         """Return the network between services, where this process is a gateway, prefill or decode.
@@ -88,10 +80,10 @@ def real_platform(
     secret: MeshSecret | None = None,
     tls: MeshTls | None = None,
     *,
-    new_transport: TransportFactory = _no_transport,
-    compute: ComputeFactory = _no_compute,
+    new_transport: TransportFactory = _none,
+    compute: ComputeFactory = _none,
     profile: Profiler = _unmeasured,
-    new_thread: Callable[[str], OrderedWork] = _no_thread,
+    new_thread: Callable[[str], OrderedWork] = _none,
 ) -> Platform:
     """Return the platform of production: sockets and the system's random bytes. tls: between
     services."""

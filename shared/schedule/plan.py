@@ -105,13 +105,6 @@ class StepOutcome:
     tokens: tuple[NewToken, ...]
     failed: tuple[Failure, ...] = ()
 
-    @property
-    def finished(self) -> tuple[Sequence, ...]:
-        """Sequences whose answer ended in this step."""
-        return tuple(
-            token.sequence for token in self.tokens if token.finish_reason is not FinishReason.NONE
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerStatistics:

@@ -171,11 +171,6 @@ class Sequence:
         return self.is_aborted or self.finish_reason is not FinishReason.NONE
 
     @property
-    def is_finished(self) -> bool:
-        """Whether it will never be planned again."""
-        return self.state is SequenceState.FINISHED or self.finish_reason is not FinishReason.NONE
-
-    @property
     def block_table(self) -> array[int]:
         """Physical block of each logical block; empty while it holds none."""
         return self.table.blocks if self.table is not None else array("i")

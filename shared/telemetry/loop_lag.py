@@ -30,24 +30,3 @@ async def watch_loop_lag(
         due_at = stopwatch() + INTERVAL_S
         await asyncio.sleep(INTERVAL_S)
         observe(max(0.0, stopwatch() - due_at))
-
-
-class LoopLag:
-    """The newest observation, for readiness. last_s: 0 before the first."""
-
-    def __init__(self) -> None:
-        self.last_s = 0.0
-
-    def add(self, lag_s: float) -> None:
-        """Take one more observation in."""
-        self.last_s = lag_s
-
-    @property
-    def is_blocked(self) -> bool:
-        """Whether the loop stood still for BLOCKED_S or longer when it was last looked at."""
-        return self.last_s >= BLOCKED_S
-
-    @property
-    def not_ready_reason(self) -> str:
-        """One sentence while the loop is blocked, else ''."""
-        return f"the event loop stood still for {self.last_s:.1f} s" if self.is_blocked else ""

@@ -14,7 +14,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from shared.kv.events import BlockStored, KvEvent
-from shared.telemetry.loop_lag import LoopLag
+from shared.telemetry.loop_lag import BLOCKED_S
 from shared.worker_status import WorkerStatus
 
 STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -99,7 +99,7 @@ class WorkerMetrics:
         self.loop_lag_seconds = histogram(
             "loop_lag_seconds", "Lateness of the loop's timers", LAG_BUCKETS
         )
-        self.loop_lag = LoopLag()
+        self._lag_s = 0.0  # of the loop, when it was last looked at
         self.holdings: Callable[[], WorkerHoldings] = WorkerHoldings
         if load is not None:
             # Asked for at each scrape: who puts the worker together sets it after this.
@@ -116,7 +116,16 @@ class WorkerMetrics:
     def observe_loop_lag(self, lag_s: float) -> None:
         """Take in how late a timer of the loop was."""
         self.loop_lag_seconds.observe(lag_s)
-        self.loop_lag.add(lag_s)
+        self._lag_s = lag_s
+
+    @property
+    def why_blocked(self) -> str:
+        """One sentence if the loop stood still just now, else ''."""
+        return (
+            f"the event loop stood still for {self._lag_s:.1f} s"
+            if self._lag_s >= BLOCKED_S
+            else ""
+        )
 
     def kv_changed(self, event: KvEvent) -> None:
         """See ``KvListener``."""

@@ -24,8 +24,8 @@ from shared.membership.join import (
     Registration,
     advertised,
 )
+from shared.rpc.call_server import CallServer
 from shared.rpc.gateway_session import GatewaySessions
-from shared.rpc.network import RpcServer
 from shared.rpc.service import Servicer
 from shared.runtime.loops import serve_until_stopped
 from shared.runtime.platform import Platform
@@ -89,7 +89,7 @@ class WorkerLife:
         self._incarnation = incarnation
         self.network = platform.mesh_network(role.value, incarnation)
         self._registration: Registration | None = None
-        self._server: RpcServer | None = None
+        self._server: CallServer | None = None
         self._parts: WorkerParts | None = None
 
     def changed(self) -> None:
@@ -112,7 +112,7 @@ class WorkerLife:
         ready: called once with the worker's gRPC address.
         Raises OSError: a port is in use. IncompatiblePeer: the gateway refuses this worker.
         EngineFailed: the device failed."""
-        config, platform = self._config, self._platform
+        config, platform, engine = self._config, self._platform, self._engine
         async with contextlib.AsyncExitStack() as stack:
             self._server = await stack.enter_async_context(
                 self.network.serve(Address(config.host, config.port), parts.servicers)
@@ -120,7 +120,16 @@ class WorkerLife:
             self._registration = Registration(
                 network=self.network,
                 gateways=config.gateways,
-                announcement=self._announcement(self._server.address),
+                announcement=Announcement(
+                    role=self._role,
+                    incarnation=self._incarnation,
+                    spec=engine.spec,
+                    layout=engine.layout,
+                    address=advertised(config.advertise, self._server.address),
+                    num_blocks=engine.num_blocks,
+                    block_size=engine.block_size,
+                    serves=self._serves,
+                ),
                 load=parts.load,
                 seen=self._seen,
                 on_peers=parts.on_peers,
@@ -168,26 +177,13 @@ class WorkerLife:
             if self._parts.load().is_draining:
                 await self._registration.leave(FLUSH_S)
 
-    def _announcement(self, address: Address) -> Announcement:
-        engine = self._engine
-        return Announcement(
-            role=self._role,
-            incarnation=self._incarnation,
-            spec=engine.spec,
-            layout=engine.layout,
-            address=advertised(self._config.advertise, address),
-            num_blocks=engine.num_blocks,
-            block_size=engine.block_size,
-            serves=self._serves,
-        )
-
     def _why_not_ready(self) -> str:
         if self._registration is None or self._parts is None:
             return "starting"
         return (
             self._registration.not_ready_reason
             or self._parts.why_not_ready()
-            or self._parts.metrics.loop_lag.not_ready_reason
+            or self._parts.metrics.why_blocked
         )
 
     def _show_readiness(self) -> None:

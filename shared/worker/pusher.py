@@ -49,7 +49,7 @@ from shared.transfer.plan import (
     TransferMode,
     choose_mode,
 )
-from shared.transfer.senders import Senders, SenderStatistics
+from shared.transfer.senders import Senders
 from shared.transport.base import Outcome
 from shared.worker.link import PairLink
 
@@ -314,15 +314,6 @@ class Pusher:
         self._handles[key] = handle
         self.perform(effects)
         return handle
-
-    @property
-    def pending_bytes(self) -> int:
-        """KV that is announced and not acknowledged."""
-        return self.core.pending_bytes
-
-    def statistics(self) -> SenderStatistics:
-        """Counts for metrics and tests."""
-        return self.core.statistics()
 
     def step_planned(self, spans: Sequence[PlannedSpan], compute_s: float) -> None:
         """Announce what one step computes of each of these transfers (``PushHandle.span``).

@@ -46,7 +46,7 @@ from shared.transfer.effects import (
 from shared.transfer.frames import HEADER_BYTES, check_digest, check_header
 from shared.transfer.messages import LinkId, Pull, SourceMessage, TransferKey, WindowOffer
 from shared.transfer.plan import DEFAULT_MAX_FRAME_BYTES
-from shared.transfer.receivers import Receivers, ReceiverStatistics, TagRanges
+from shared.transfer.receivers import Receivers, TagRanges
 from shared.transport.base import Operation, Outcome, Transport
 from shared.worker.link import PairLink
 from shared.worker.slots import ReceiveSlots
@@ -148,7 +148,7 @@ class KvReceiver:
             engine, compute, transport, num_slots, max_frame_bytes, random_bytes
         )
         self.tags = TagRanges(random_bytes)
-        self._core = Receivers(
+        self.core = Receivers(
             num_slots=num_slots,
             tags=self.tags,
             random_bytes=random_bytes,
@@ -159,7 +159,7 @@ class KvReceiver:
         self._block_tables: dict[TransferKey, Sequence[int]] = {}
         self._receives: dict[tuple[TransferKey, int], Operation] = {}
         self._withdrawn: set[Operation] = set()  # the source will never send these frames
-        self._effects: EffectLoop[ReceiverEffect] = EffectLoop(self._core, self._do)
+        self._effects: EffectLoop[ReceiverEffect] = EffectLoop(self.core, self._do)
         self._tasks: asyncio.TaskGroup | None = None
 
     async def open(self) -> None:
@@ -183,7 +183,7 @@ class KvReceiver:
     def lease_changed(self, key: TransferKey) -> None:
         """The lease side has made or granted this reservation: if an open waits, ``attach``
         follows."""
-        self._effects.perform(self._core.lease_changed(key, loop_time()))
+        self._effects.perform(self.core.lease_changed(key, loop_time()))
 
     def abort(self, key: TransferKey, error: MeshError) -> None:
         """Give one transfer up: cancelled, deadline... ``release`` follows, maybe before this
@@ -191,7 +191,7 @@ class KvReceiver:
 
         No transfer has that key: nothing follows, but its open is refused, also if it comes later.
         """
-        self._effects.perform(self._core.give_up(key, error, loop_time()))
+        self._effects.perform(self.core.give_up(key, error, loop_time()))
 
     def is_linked(self, source: Incarnation) -> bool:
         """Whether this source can push to us now."""
@@ -209,14 +209,6 @@ class KvReceiver:
         lanes = (link.lane_in for link in self._links.values() if link.peer == source)
         return next(lanes, "")
 
-    def statistics(self) -> ReceiverStatistics:
-        """Counts for metrics and tests."""
-        return self._core.statistics()
-
-    def check_integrity(self) -> None:
-        """Raise InvariantViolated unless every staging slot is accounted for."""
-        self._core.check_integrity()
-
     # --- events of the pairs (LinkSink) -----------------------------------------------------
 
     @property
@@ -228,20 +220,20 @@ class KvReceiver:
         """A pair is ready."""
         self._links[link.id] = link
         link.offer([offer for offer in self._slots.offers if offer not in link.offered])
-        self._core.link_up(link.id, link.peer, link.rule)
+        self.core.link_up(link.id, link.peer, link.rule)
 
     def link_message(self, link: PairLink, message: SourceMessage) -> None:
         """The source said something."""
-        self._effects.perform(self._core.message(link.id, message, loop_time()))
+        self._effects.perform(self.core.message(link.id, message, loop_time()))
 
     def is_using(self, link: PairLink) -> bool:
         """See ``LinkUser``."""
-        return self._core.is_using(link.id)
+        return self.core.is_using(link.id)
 
     def link_lost(self, link: PairLink, error: MeshError) -> None:
         """A pair is gone; its endpoint is closed next, which settles what is posted."""
         del self._links[link.id]
-        self._effects.perform(self._core.link_lost(link.id, error, loop_time()))
+        self._effects.perform(self.core.link_lost(link.id, error, loop_time()))
 
     # --- performing effects ---------------------------------------------------------------------
 
@@ -259,7 +251,7 @@ class KvReceiver:
             case VerifyAndPlace(key=key):
                 self._spawn(self._place(effect, self._block_tables[key]))
             case AskTerms(key=key, source=source):
-                if self._core.is_waiting(key):  # since it was ordered the open may have ended
+                if self.core.is_waiting(key):  # since it was ordered the open may have ended
                     self._attach(key, source)
             case HandOver(key=key):
                 del self._block_tables[key]
@@ -281,16 +273,16 @@ class KvReceiver:
         try:
             terms = self._leases.attach(key, source)
         except MeshError as error:
-            self._effects.perform(self._core.refused(key, error, loop_time()))
+            self._effects.perform(self.core.refused(key, error, loop_time()))
             return
         if isinstance(terms, NoTermsYet):
             is_reserved = terms is NoTermsYet.NO_ROOM
-            self._core.must_wait(key, loop_time(), is_reserved=is_reserved)
+            self.core.must_wait(key, loop_time(), is_reserved=is_reserved)
             return
         self._block_tables[key] = terms.block_table
         note(Moment.OPENED, key.request_id, cached_tokens=terms.skip_tokens)
         self._effects.perform(
-            self._core.attached(
+            self.core.attached(
                 key,
                 terms.num_tokens,
                 terms.skip_tokens,
@@ -329,7 +321,7 @@ class KvReceiver:
             for link in self._links.values():
                 link.offer([] if offer is None else [offer])
         self._effects.perform(
-            self._core.receive_settled(order.key, order.frame.idx, error, loop_time())
+            self.core.receive_settled(order.key, order.frame.idx, error, loop_time())
         )
 
     async def _place(self, order: VerifyAndPlace, block_table: Sequence[int]) -> None:
@@ -362,7 +354,7 @@ class KvReceiver:
         if error is None:
             note(Moment.FRAME_PLACED, order.key.request_id, frame_idx=frame.idx)
         failpoint("decode.mid_push")
-        self._effects.perform(self._core.frame_placed(order.key, frame.idx, error, loop_time()))
+        self._effects.perform(self.core.frame_placed(order.key, frame.idx, error, loop_time()))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         if self._tasks is None:

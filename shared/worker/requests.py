@@ -482,12 +482,8 @@ class Requests:
 
     @property
     def num_prompts(self) -> int:
-        """Prompts for other workers that hold something."""
-        return len(self._prompts)
-
-    @property
-    def num_prompts_held(self) -> int:
-        """The same, and whole requests whose prompt is not computed yet."""
+        """Prompts for other workers that hold something, and whole requests whose prompt is not
+        computed yet."""
         begins = (LifeState.QUEUED, LifeState.COMPUTING)
         whole = sum(it.life.state in begins for it in self._answers.values())
         return len(self._prompts) + whole

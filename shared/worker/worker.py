@@ -390,8 +390,8 @@ class MeshWorker:
             is_draining=self.requests.is_draining,
             paired=frozenset((*own, *speeds)),
             speeds=speeds,
-            egress_bytes=0 if self.pusher is None else self.pusher.pending_bytes,
-            num_prompts=self.requests.num_prompts_held,
+            egress_bytes=0 if self.pusher is None else self.pusher.core.pending_bytes,
+            num_prompts=self.requests.num_prompts,
             num_answers=self.requests.num_answers,
             home=self.home.role,
             home_epoch=self.home.epoch,
@@ -424,10 +424,10 @@ class MeshWorker:
     def _holdings(self, transport: Transport) -> WorkerHoldings:
         transfers, free_slots = 0, 0
         if self.pusher is not None:
-            out = self.pusher.statistics()
+            out = self.pusher.core.statistics()
             transfers, free_slots = out.num_transfers, out.num_free_slots
         if self.receiver is not None:
-            into = self.receiver.statistics()
+            into = self.receiver.core.statistics()
             transfers += into.num_waiting + into.num_live + into.num_settling
             free_slots += into.num_free_slots
         return WorkerHoldings(

@@ -337,8 +337,7 @@ def test_nothing_of_the_padding_block_reaches_a_row(triton_of: EngineOf) -> None
 def test_padding_rows_write_to_the_padding_block_alone(triton_of: EngineOf) -> None:
     """A step of one row in a bucket of four changes that row's slot, and the padding block."""
     engine = triton_of(max_graph_rows=4)
-    for size in (1, 2):
-        buckets_of(engine)._sizes.remove(size)
+    buckets_of(engine).sizes = [4]
     hidden_of(engine, decode_rows(engine, 4, seed=1))  # what a full bucket leaves in the buffers
     row = decode_rows(engine, 1)[0]
     before = [pool.clone() for pool in engine._kv.keys]

@@ -16,7 +16,8 @@ import grpc
 import pytest
 
 from shared import wire
-from shared.rpc.tcp import TcpNetwork, TcpServer
+from shared.rpc.call_server import CallServer
+from shared.rpc.tcp import TcpNetwork
 from tests.support.echo_service import EchoService, echo_server
 
 GENERATE = "/pdmesh.v1.Inference/Generate"
@@ -26,12 +27,12 @@ LIMIT_S = 30.0
 
 
 @pytest.fixture
-async def served() -> AsyncIterator[tuple[EchoService, TcpServer]]:
+async def served() -> AsyncIterator[tuple[EchoService, CallServer]]:
     async with echo_server(TcpNetwork()) as pair:
         yield pair
 
 
-async def ask_grpcio(server: TcpServer, work: Callable[[grpc.Channel], Any]) -> Any:
+async def ask_grpcio(server: CallServer, work: Callable[[grpc.Channel], Any]) -> Any:
     """Run ``work(channel)`` in a thread."""
 
     def run() -> Any:
@@ -54,7 +55,7 @@ def ask(text: str) -> wire.GenerateRequest:
 
 
 @pytest.mark.quick
-async def test_unary_and_streams(served: tuple[EchoService, TcpServer]) -> None:
+async def test_unary_and_streams(served: tuple[EchoService, CallServer]) -> None:
     """A unary call, a server stream with trailers and a bidirectional stream all work."""
     service, server = served
 
@@ -79,7 +80,7 @@ async def test_unary_and_streams(served: tuple[EchoService, TcpServer]) -> None:
 
 
 async def test_typed_error_is_status_message_and_trailer(
-    served: tuple[EchoService, TcpServer],
+    served: tuple[EchoService, CallServer],
 ) -> None:
     """A MeshError is a gRPC status, its sentence the details, and its fields a JSON trailer."""
 
@@ -98,7 +99,7 @@ async def test_typed_error_is_status_message_and_trailer(
     await ask_grpcio(served[1], work)
 
 
-async def test_bug_is_internal_and_says_nothing(served: tuple[EchoService, TcpServer]) -> None:
+async def test_bug_is_internal_and_says_nothing(served: tuple[EchoService, CallServer]) -> None:
     """An unexpected exception of ours is INTERNAL, without its text."""
 
     def work(channel: grpc.Channel) -> None:
@@ -111,7 +112,7 @@ async def test_bug_is_internal_and_says_nothing(served: tuple[EchoService, TcpSe
     await ask_grpcio(served[1], work)
 
 
-async def test_deadline_reaches_the_handler(served: tuple[EchoService, TcpServer]) -> None:
+async def test_deadline_reaches_the_handler(served: tuple[EchoService, CallServer]) -> None:
     """The client's timeout is the handler's deadline, and ends both.
 
     gRPC's C core rounds a timeout up to whole milliseconds on its way: 1.0 may arrive as 1.001.
@@ -130,7 +131,7 @@ async def test_deadline_reaches_the_handler(served: tuple[EchoService, TcpServer
     assert 0 <= service.remaining_s <= 1.01
 
 
-async def test_cancel_reaches_the_handler(served: tuple[EchoService, TcpServer]) -> None:
+async def test_cancel_reaches_the_handler(served: tuple[EchoService, CallServer]) -> None:
     """A cancelled call cancels its handler."""
     service, server = served
     is_started = threading.Event()
@@ -151,7 +152,7 @@ async def test_cancel_reaches_the_handler(served: tuple[EchoService, TcpServer])
     assert service.num_cancelled == 1
 
 
-async def probe(server: TcpServer, *names: str) -> dict[str, Any]:
+async def probe(server: CallServer, *names: str) -> dict[str, Any]:
     """Run the foreign client (``grpcio_probe``) against the server."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tests.support.grpcio_probe", str(server.address), *names),
@@ -164,7 +165,7 @@ async def probe(server: TcpServer, *names: str) -> dict[str, Any]:
 
 @pytest.mark.quick
 @pytest.mark.process
-async def test_health_follows_readiness(served: tuple[EchoService, TcpServer]) -> None:
+async def test_health_follows_readiness(served: tuple[EchoService, CallServer]) -> None:
     """The standard health service speaks for the process and for each service; unknown ones are
     NOT_FOUND."""
     server = served[1]
@@ -184,14 +185,14 @@ async def test_health_follows_readiness(served: tuple[EchoService, TcpServer]) -
 
 
 @pytest.mark.process
-async def test_reflection_describes_every_service(served: tuple[EchoService, TcpServer]) -> None:
+async def test_reflection_describes_every_service(served: tuple[EchoService, CallServer]) -> None:
     """Reflection lists our services and hands out descriptors that suffice to make a call."""
     found = await probe(served[1])
     assert {"pdmesh.v1.Inference", "pdmesh.v1.Decode"} <= set(found["services"])
     assert found["reflected"] == "abc"
 
 
-async def test_300_calls_at_once_on_one_channel(served: tuple[EchoService, TcpServer]) -> None:
+async def test_300_calls_at_once_on_one_channel(served: tuple[EchoService, CallServer]) -> None:
     """Three hundred streams of one grpcio channel are open at the same time."""
     service, server = served
 
@@ -211,7 +212,7 @@ async def test_300_calls_at_once_on_one_channel(served: tuple[EchoService, TcpSe
     assert answers == ["released"] * 300
 
 
-async def test_drain_lets_a_running_call_finish(served: tuple[EchoService, TcpServer]) -> None:
+async def test_drain_lets_a_running_call_finish(served: tuple[EchoService, CallServer]) -> None:
     """While the server drains, a running grpcio call ends well and a new one is UNAVAILABLE."""
     service, server = served
     may_call = threading.Event()
@@ -240,7 +241,7 @@ async def test_drain_lets_a_running_call_finish(served: tuple[EchoService, TcpSe
         assert await ask_grpcio(server, work) == ["released"]
 
 
-async def test_compressed_message_is_refused(served: tuple[EchoService, TcpServer]) -> None:
+async def test_compressed_message_is_refused(served: tuple[EchoService, CallServer]) -> None:
     """A client that compresses is told so."""
 
     def work(channel: grpc.Channel) -> None:
@@ -259,7 +260,7 @@ async def test_compressed_message_is_refused(served: tuple[EchoService, TcpServe
 
 
 async def test_large_message_is_refused_and_the_next_works(
-    served: tuple[EchoService, TcpServer],
+    served: tuple[EchoService, CallServer],
 ) -> None:
     """A request of 5 MiB is RESOURCE_EXHAUSTED; the channel goes on."""
 

@@ -112,8 +112,8 @@ async def test_staging_memory_becomes_slots_of_the_largest_frame() -> None:
     """24 MiB are three slots of 8 MiB on prefill, 40 MiB five on decode."""
     async with worker_mesh(prefill={"staging_mib": 24}, decode={"staging_mib": 40}) as mesh:
         prefill, decode = mesh.prefills[0].worker, mesh.decodes[0].worker
-        assert prefill.pusher.statistics().num_free_slots == 3
-        assert decode.receiver.statistics().num_free_slots == 5
+        assert prefill.pusher.core.statistics().num_free_slots == 3
+        assert decode.receiver.core.statistics().num_free_slots == 5
 
 
 class DeviceMemory(np.ndarray):

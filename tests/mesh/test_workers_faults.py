@@ -236,7 +236,7 @@ async def test_a_transfer_waits_as_long_as_its_reservation(first: str) -> None:
         else:
             decode_worker = mesh.decodes[0].worker
             prefill = mesh.start(prompt, 5, request_id=b"r" * 16, legs="p")
-            await prefill.until(lambda r: decode_worker.receiver.statistics().num_waiting)
+            await prefill.until(lambda r: decode_worker.receiver.core.statistics().num_waiting)
             decode = mesh.start(prompt, 5, request_id=b"r" * 16, legs="d", wait_s=60.0)
         loop.call_later(20.0, blocker.cancel)
         await decode.until(lambda r: r.finish)

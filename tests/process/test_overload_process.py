@@ -164,8 +164,7 @@ async def generate(gateway: ServiceProcess, key: str, **terms: Any) -> None:
         TcpNetwork().channel(address) as channel,
         open_stream(channel, GENERATE, metadata=metadata) as stream,
     ):
-        await stream.send(request)
-        await stream.end()
+        await stream.send(request, end=True)
         async for _ in stream:
             pass
 

@@ -75,7 +75,7 @@ class Twin:
     def end_one(self, how: str) -> None:
         """Abort the oldest that runs, or release the oldest prompt."""
         for seq in self.sequences:
-            if how == "abort" and not seq.is_finished:
+            if how == "abort" and not seq.is_over:
                 return self.scheduler.abort(seq)
             if how == "release" and seq.is_prefill_only and not seq.is_released:
                 return self.scheduler.release(seq)

@@ -61,13 +61,11 @@ async def test_bidi_stream_answers_each_message(network: Network) -> None:
         open_stream(channel, DECODE_SESSION) as stream,
     ):
         for number in range(5):
-            await stream.send(reserve(number))
+            await stream.send(reserve(number), end=number == 4)
             event = await stream.receive()
             assert event is not None
             assert event.granted is not None
             assert event.granted.stream_id == number
-        await stream.end()
-        await stream.end()
         assert await stream.receive() is None
         assert await stream.receive() is None
 
@@ -82,8 +80,7 @@ async def test_sender_and_receiver_may_be_two_tasks(network: Network) -> None:
 
         async def send() -> None:
             for number in range(500):
-                await stream.send(reserve(number))
-            await stream.end()
+                await stream.send(reserve(number), end=number == 499)
 
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(send())

@@ -16,7 +16,7 @@ from shared import wire
 from shared.address import Address
 from shared.rpc.call_server import CallServer
 from shared.rpc.methods import GENERATE, TOKENIZE
-from shared.rpc.tcp import TcpNetwork, TcpServer
+from shared.rpc.tcp import TcpNetwork
 from tests.support.calls import call_unary
 from tests.support.echo_service import EchoService, ask, echo_server
 from tests.support.raw_http2 import RawClient, framed, raw_client
@@ -25,7 +25,7 @@ INVALID_ARGUMENT, RESOURCE_EXHAUSTED, UNKNOWN, INTERNAL = "3", "8", "2", "13"
 
 
 @pytest.fixture
-async def server() -> AsyncIterator[TcpServer]:
+async def server() -> AsyncIterator[CallServer]:
     """A server that must answer a decent client when the test is over."""
     network = TcpNetwork()
     async with echo_server(network) as (_, server):
@@ -35,7 +35,7 @@ async def server() -> AsyncIterator[TcpServer]:
         assert reply.token_ids == b"fine"
 
 
-async def test_decent_raw_client_is_answered(server: TcpServer) -> None:
+async def test_decent_raw_client_is_answered(server: CallServer) -> None:
     """The raw client itself works, so that the refusals below mean something."""
     async with raw_client(server.address) as client:
         message = framed(bytes(wire.TokenizeRequest(text="abc")))
@@ -43,7 +43,7 @@ async def test_decent_raw_client_is_answered(server: TcpServer) -> None:
         assert wire.TokenizeResponse.parse(client.data_of(1)[5:]).token_ids == b"abc"
 
 
-async def test_oversized_message_is_refused_on_its_prefix(server: TcpServer) -> None:
+async def test_oversized_message_is_refused_on_its_prefix(server: CallServer) -> None:
     """A message announced as 1 GiB ends the call; no more than one window of it is ever taken."""
     async with raw_client(server.address) as client:
         stream_id = client.h2.get_next_available_stream_id()
@@ -60,7 +60,7 @@ async def test_oversized_message_is_refused_on_its_prefix(server: TcpServer) -> 
     assert window <= 4 << 20
 
 
-async def test_oversized_message_to_a_standard_service_is_refused(server: TcpServer) -> None:
+async def test_oversized_message_to_a_standard_service_is_refused(server: CallServer) -> None:
     """Health and reflection have the same limit."""
     async with raw_client(server.address) as client:
         headers = client.headers("/grpc.health.v1.Health/Check")
@@ -82,14 +82,14 @@ async def test_oversized_message_to_a_standard_service_is_refused(server: TcpSer
         pytest.param(framed(b"\x0b" * 50_000), id="nested groups"),
     ],
 )
-async def test_damaged_message_is_an_invalid_argument(server: TcpServer, data: bytes) -> None:
+async def test_damaged_message_is_an_invalid_argument(server: CallServer, data: bytes) -> None:
     """Whatever is wrong with a message, the caller hears INVALID_ARGUMENT."""
     async with raw_client(server.address) as client:
         found = await client.call(client.headers(TOKENIZE.path), data)
     assert found["grpc-status"] == INVALID_ARGUMENT
 
 
-async def test_fuzzed_messages_never_reach_our_bugs(server: TcpServer) -> None:
+async def test_fuzzed_messages_never_reach_our_bugs(server: CallServer) -> None:
     """Mutated messages are refused or answered; none is an internal or unknown error."""
     source = random.Random(7)
     seed_message = bytes(
@@ -109,7 +109,7 @@ async def test_fuzzed_messages_never_reach_our_bugs(server: TcpServer) -> None:
             assert found["grpc-status"] in ("0", INVALID_ARGUMENT), (cut, found)
 
 
-async def test_a_megabyte_of_unknown_fields_is_cheap(server: TcpServer) -> None:
+async def test_a_megabyte_of_unknown_fields_is_cheap(server: CallServer) -> None:
     """Unknown fields are refused before the message library sees them."""
     async with raw_client(server.address) as client:
         data = b"\xf8\x7f\x01" * 20_000  # 60 kB fits the connection's first window
@@ -119,7 +119,7 @@ async def test_a_megabyte_of_unknown_fields_is_cheap(server: TcpServer) -> None:
     assert asyncio.get_running_loop().time() - started_at < 5
 
 
-async def test_too_many_repeated_entries_are_refused(server: TcpServer) -> None:
+async def test_too_many_repeated_entries_are_refused(server: CallServer) -> None:
     """A message of a hundred thousand empty entries is refused, not turned into objects."""
     async with raw_client(server.address) as client:
         await client.read_some()
@@ -141,7 +141,7 @@ async def test_too_many_repeated_entries_are_refused(server: TcpServer) -> None:
     assert found["grpc-status"] == RESOURCE_EXHAUSTED
 
 
-async def test_empty_data_frames_do_not_end_a_message(server: TcpServer) -> None:
+async def test_empty_data_frames_do_not_end_a_message(server: CallServer) -> None:
     """A message that comes in slices with empty frames between them is whole."""
     async with raw_client(server.address) as client:
         message = framed(bytes(wire.TokenizeRequest(text="sliced")))
@@ -150,7 +150,7 @@ async def test_empty_data_frames_do_not_end_a_message(server: TcpServer) -> None
         assert wire.TokenizeResponse.parse(client.data_of(1)[5:]).token_ids == b"sliced"
 
 
-async def test_damaged_binary_metadata_is_dropped(server: TcpServer) -> None:
+async def test_damaged_binary_metadata_is_dropped(server: CallServer) -> None:
     """Binary metadata that is no base64 does not leave the call without an answer."""
     async with raw_client(server.address) as client:
         headers = client.headers(TOKENIZE.path, ("x-bin", "!"), ("y-bin", "a"))
@@ -158,7 +158,7 @@ async def test_damaged_binary_metadata_is_dropped(server: TcpServer) -> None:
 
 
 @pytest.mark.parametrize("value", ["soon", "-1S", "", "99999999999999999999999H"])
-async def test_odd_timeout_ends_one_call_only(server: TcpServer, value: str) -> None:
+async def test_odd_timeout_ends_one_call_only(server: CallServer, value: str) -> None:
     """A grpc-timeout that is none, or beyond reason, gets an answer."""
     async with raw_client(server.address) as client:
         headers = client.headers(TOKENIZE.path, ("grpc-timeout", value))
@@ -166,14 +166,14 @@ async def test_odd_timeout_ends_one_call_only(server: TcpServer, value: str) -> 
         assert (await client.call(client.headers(TOKENIZE.path), framed(b"")))["grpc-status"] == "0"
 
 
-async def test_callers_cannot_set_our_own_deadline_key(server: TcpServer) -> None:
+async def test_callers_cannot_set_our_own_deadline_key(server: CallServer) -> None:
     """The key under which the server passes deadlines on is dropped when it comes from outside."""
     async with raw_client(server.address) as client:
         headers = client.headers(TOKENIZE.path, ("pdmesh-deadline-at", "soon"))
         assert (await client.call(headers, framed(b"")))["grpc-status"] == "0"
 
 
-async def test_request_without_a_path_is_reset(server: TcpServer) -> None:
+async def test_request_without_a_path_is_reset(server: CallServer) -> None:
     """A stream that is no request is reset; the connection goes on."""
     async with raw_client(server.address) as client:
         found = await client.call([(":method", "POST"), (":scheme", "http")])
@@ -181,7 +181,7 @@ async def test_request_without_a_path_is_reset(server: TcpServer) -> None:
         assert (await client.call(client.headers(TOKENIZE.path), framed(b"")))["grpc-status"] == "0"
 
 
-async def test_header_that_is_not_ascii_costs_the_connection(server: TcpServer) -> None:
+async def test_header_that_is_not_ascii_costs_the_connection(server: CallServer) -> None:
     """Header bytes that cannot be text close the connection and nothing else."""
     async with raw_client(server.address) as client:
         await client.call(client.headers(TOKENIZE.path, ("x", "wörld")), framed(b""))
@@ -189,7 +189,7 @@ async def test_header_that_is_not_ascii_costs_the_connection(server: TcpServer) 
             pass
 
 
-async def test_random_bytes_cost_the_connection(server: TcpServer) -> None:
+async def test_random_bytes_cost_the_connection(server: CallServer) -> None:
     """Connections that speak no HTTP/2 are closed."""
     source = random.Random(3)
     for size in (1, 24, 100, 5000):
@@ -209,14 +209,14 @@ async def _until_closed(client: RawClient) -> ErrorCodes | int | None:
     return codes[-1] if codes else None
 
 
-async def test_overlong_frame_is_refused_on_its_header(server: TcpServer) -> None:
+async def test_overlong_frame_is_refused_on_its_header(server: CallServer) -> None:
     """A frame that announces 16 MiB closes the connection before any of it is awaited."""
     async with raw_client(server.address) as client:
         client.writer.write(b"\xff\xff\xff\x00\x00\x00\x00\x00\x01")
         assert await _until_closed(client) == ErrorCodes.FRAME_SIZE_ERROR
 
 
-async def test_rapid_reset_closes_the_connection(server: TcpServer) -> None:
+async def test_rapid_reset_closes_the_connection(server: CallServer) -> None:
     """Opening and resetting streams by the hundred is answered with the end of the connection."""
     async with raw_client(server.address) as client:
         for _ in range(700):
@@ -227,7 +227,7 @@ async def test_rapid_reset_closes_the_connection(server: TcpServer) -> None:
         assert await _until_closed(client) == ErrorCodes.ENHANCE_YOUR_CALM
 
 
-async def test_ping_flood_closes_the_connection(server: TcpServer) -> None:
+async def test_ping_flood_closes_the_connection(server: CallServer) -> None:
     """Pings without end are answered with the end of the connection."""
     async with raw_client(server.address) as client:
         for _ in range(5000):

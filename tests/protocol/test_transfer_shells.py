@@ -97,7 +97,7 @@ async def test_prefill_may_be_first(wire: LoopbackFabric):
         table = await ends.prefill.take(LONG)
         handle = ends.prefill.begin(LONG, table)
         ends.prefill.compute_all(LONG, table, handle)
-        while not ends.receiver.statistics().num_waiting:
+        while not ends.receiver.core.statistics().num_waiting:
             await asyncio.sleep(0.001)
         ends.decode.reserve(key_of(LONG))
         ends.receiver.lease_changed(key_of(LONG))
@@ -281,7 +281,7 @@ async def test_another_model_is_refused_before_any_traffic(wire: LoopbackFabric)
         while ends.network.num_dials < 2:
             await asyncio.sleep(1)
         assert ends.pairs.paired == ()
-        assert ends.receiver.statistics().num_late == 0
+        assert ends.receiver.core.statistics().num_late == 0
 
 
 class FlippingTransport:

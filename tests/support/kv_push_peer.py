@@ -109,8 +109,8 @@ class Decode:
         """Wait until every lease has ended, and say what happened so far."""
         end = self.end
         await end.until(lambda: end.is_home)
-        statistics, ledger = self.receiver.statistics(), end.leases.statistics()
-        self.receiver.check_integrity()
+        statistics, ledger = self.receiver.core.statistics(), end.leases.statistics()
+        self.receiver.core.check_integrity()
         end.check_integrity()
         return {
             "placed": end.num_placed,
@@ -224,7 +224,7 @@ class Prefill:
 
     async def finish(self) -> dict[str, Any]:
         """Close everything."""
-        statistics = self.pusher.statistics()
+        statistics = self.pusher.core.statistics()
         for task in reversed(self.running):
             task.cancel()
         await asyncio.wait(self.running)

@@ -19,8 +19,8 @@ from grpclib.protocol import H2Protocol
 
 from shared.errors import LocalProtocolError
 from shared.http2.connection import ConnectionLimits, GuardedProtocol
-from shared.rpc.call_server import CallServer
-from shared.rpc.network import Address, IsKnown
+from shared.rpc.call_server import CallServer, IsKnown
+from shared.rpc.network import Address
 from shared.rpc.tcp import GuardedChannel, closing
 from shared.rpc.tls import ServerTls
 
@@ -225,27 +225,6 @@ class _MemoryChannel(GuardedChannel):
         return protocol
 
 
-class MemoryServer:
-    """A listening server; made by ``MemoryNetwork.serve``."""
-
-    def __init__(self, calls: CallServer, address: Address) -> None:
-        self.calls = calls
-        self._address = address
-
-    @property
-    def address(self) -> Address:
-        """See RpcServer."""
-        return self._address
-
-    def set_ready(self, is_ready: bool) -> None:
-        """See RpcServer."""
-        self.calls.set_ready(is_ready)
-
-    async def drain(self, limit_s: float) -> bool:
-        """See RpcServer."""
-        return await self.calls.drain(limit_s)
-
-
 class MemoryNetwork:
     """One host's view of the fabric. ``at`` gives other hosts theirs; a test that does not care who
     is who may share one."""
@@ -274,16 +253,16 @@ class MemoryNetwork:
         *,
         tls: ServerTls | None = None,
         is_known: IsKnown | None = None,
-    ) -> AsyncGenerator[MemoryServer]:
+    ) -> AsyncGenerator[CallServer]:
         """See Network. An empty, wildcard or loopback host is this host; there is no TLS."""
         if tls is not None:
             raise LocalProtocolError("there is no TLS in memory")
         if address.host in _OWN_HOST:
             address = Address(self.host, address.port)
         calls = CallServer(handlers, limits=self._limits, is_known=is_known)
-        address = self.fabric.listen(address, calls)
+        calls.address = address = self.fabric.listen(address, calls)
         try:
-            yield MemoryServer(calls, address)
+            yield calls
         finally:
             self.fabric.unlisten(address, calls)
             await calls.close()

@@ -353,9 +353,9 @@ class Ends:
     async def settled(self) -> None:
         """Wait until every transfer has ended on both ends. Only under virtual time."""
         while (
-            self.pusher.statistics().num_transfers
-            or self.receiver.statistics().num_settling
-            or self.receiver.statistics().num_live
+            self.pusher.core.statistics().num_transfers
+            or self.receiver.core.statistics().num_settling
+            or self.receiver.core.statistics().num_live
             or not self.decode.blocks.is_full
         ):
             await asyncio.sleep(0.001)
@@ -381,10 +381,10 @@ class Ends:
         assert self.decode.num_foreign == 0
         assert self.decode.blocks.is_full
         assert self.prefill.blocks.is_full
-        assert self.pusher.statistics().num_transfers == 0
-        self.receiver.check_integrity()
-        assert self.receiver.statistics().num_live == 0
-        assert self.receiver.statistics().num_settling == 0
+        assert self.pusher.core.statistics().num_transfers == 0
+        self.receiver.core.check_integrity()
+        assert self.receiver.core.statistics().num_live == 0
+        assert self.receiver.core.statistics().num_settling == 0
 
 
 @contextlib.asynccontextmanager

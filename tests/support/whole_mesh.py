@@ -118,8 +118,7 @@ class WholeMesh:
         async with self.network.at("client").channel(self.gateways[gateway].address) as channel:
             try:
                 async with open_stream(channel, GENERATE, timeout_s=timeout_s) as stream:
-                    await stream.send(request)
-                    await stream.end()
+                    await stream.send(request, end=True)
                     async for reply in stream:
                         assert reply.first_index == len(answer.token_ids), "an index is missing"
                         ids = unpack_u32(reply.token_ids)

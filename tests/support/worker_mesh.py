@@ -63,9 +63,9 @@ class RunningWorker:
     def num_transfers(self) -> int:
         """Transfers that are not settled at this end."""
         pusher, receiver = self.worker.pusher, self.worker.receiver
-        num_open = 0 if pusher is None else pusher.statistics().num_transfers
+        num_open = 0 if pusher is None else pusher.core.statistics().num_transfers
         if receiver is not None:
-            end = receiver.statistics()
+            end = receiver.core.statistics()
             num_open += end.num_waiting + end.num_live + end.num_settling
         return num_open
 

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-from services.cli.plan.view import progress, require_writable, show_tables, write_result
+from services.cli.plan.view import progress, require_writable, show_tables
 from services.cli.sources import PLAIN, JsonFlag
 from services.cli.words import plain_console, print_json
 from services.planner.core.placement import quantile
@@ -27,6 +27,7 @@ from services.planner.distserve_data import (
 )
 from services.sim.baselines.distserve import DistServeSim, Fidelity, Latency
 from shared.errors import InvalidRequest
+from shared.whole_file import write_whole
 
 
 def distserve(
@@ -94,7 +95,7 @@ def distserve(
         latencies = sim.run([request.arrival for request in given], on_progress)
     took_s = time.perf_counter() - began
     if out is not None:
-        write_result(out, results_text(given, latencies))
+        write_whole(out, results_text(given, latencies).encode())
     where = (
         f"P({prefill_degree}) D({decode_degree})" if system == "distserve" else str(prefill_degree)
     )

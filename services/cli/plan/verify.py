@@ -19,7 +19,7 @@ from services.cli.client import DEFAULT_URL, NO_ACCESS, Access, UrlFlag
 from services.cli.plan.seen import SeenTraffic, ask_gateway, read_seen, seen_by_gateway
 from services.cli.plan.sim_report import begin_report, plain, seen_run, simulated_run
 from services.cli.plan.times_flags import TimesFlags, read_slo
-from services.cli.plan.view import progress, require_ranges, require_writable, write_result
+from services.cli.plan.view import progress, require_ranges, require_writable
 from services.cli.sources import PLAIN, QUIET, JsonFlag
 from services.cli.words import plain_console, plain_table, print_json, print_lines
 from services.gateway.core.routing import POLICIES
@@ -43,6 +43,7 @@ from shared.predict.step_time import StepFit
 from shared.predict.times import TimeModel
 from shared.runtime.service import EXIT_FAILED, EXIT_OK
 from shared.telemetry.definitions import Slo, percentile
+from shared.whole_file import write_whole
 
 LETTERS: Final = {"prefill": "P", "decode": "D", "colocated": "M"}
 QUICKEST: Final = 10
@@ -166,7 +167,7 @@ def verify(
     if source is None:
         mesh = ask_gateway(url, access)
         if keep is not None:
-            write_result(keep, msgspec.json.format(msgspec.json.encode(mesh), indent=1).decode())
+            write_whole(keep, msgspec.json.format(msgspec.json.encode(mesh), indent=1))
         seen = seen_by_gateway(mesh, url, flags.last_s)
     else:
         seen = read_seen(source, flags.run, flags.last_s)

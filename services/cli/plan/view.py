@@ -98,16 +98,6 @@ def require_writable(flag: str, path: Path) -> None:
             raise InvalidRequest(f"{flag} {path}: {why}")
 
 
-def write_result(path: Path, text: str) -> None:
-    """Write a result file, whole or not at all. Raises OSError."""
-    part = path.with_name(f".{path.name}.part")
-    try:
-        part.write_text(text, encoding="utf-8", newline="")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
 def say_how_long(num_runs: int, run_s: float, shorter: str) -> None:
     """Say before a long search how long it may take, and what shortens it. run_s: of one run."""
     most_s = num_runs * run_s

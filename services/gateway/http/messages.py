@@ -17,7 +17,7 @@ import msgspec
 from services.gateway import limits
 from services.gateway.http.bodies import ErrorBody
 from shared.errors import InvalidRequest, MeshError, TooLarge
-from shared.rpc.status import http_status_of
+from shared.rpc.status import row_of
 
 _STATUS_LINES = {
     status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n" for status in HTTPStatus
@@ -72,7 +72,7 @@ def error_response(
     own = dict(headers or {})
     if error.retry_after_s > 0:
         own["Retry-After"] = str(math.ceil(error.retry_after_s))
-    status = status or http_status_of(error)
+    status = status or row_of(error).http
     if status == 401:
         own["WWW-Authenticate"] = "Bearer"
     return json_response(error_body(error), headers=own, status=status)

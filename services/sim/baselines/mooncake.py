@@ -13,6 +13,7 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Final, Literal
 
 Choice = Literal["random", "balance", "local", "global"]
@@ -88,33 +89,25 @@ class PrefillPool:
 
     def expect(self, request: PrefixRequest) -> tuple[float, int, int]:
         """Return TTFT, node and cached tokens of the best choice; nothing changes."""
-        if self._choice == "random":
-            options = [self._pick(len(self.nodes))]
-        else:
-            options = list(range(len(self.nodes)))
         cached = [node.num_cached(request.blocks) for node in self.nodes]
         longest = max(cached) if self._choice == "global" else 0
-        best: tuple[float, int, int] | None = None
-        for idx in options:
-            used, fetch_s = cached[idx], 0.0
-            if longest and longest > self._threshold * used:
-                fetch_s = (longest - used) * BLOCK_TOKENS * self._times.fetch_s_per_token
-                fetched = self._ttft(request, idx, longest, fetch_s)
-                if fetched[0] < self._ttft(request, idx, used, 0.0)[0]:
-                    used = longest
-                else:
-                    fetch_s = 0.0
-            found = self._ttft(request, idx, used, fetch_s)
-            if self._choice == "balance":
-                found = (self.nodes[idx].free_at, *found[1:])
-            if best is None or found[:2] < best[:2]:
-                best = found
-        assert best is not None
-        _, idx, tokens = best
-        extra = best[0]
+        options: Sequence[int] = range(len(self.nodes))
+        if self._choice == "random":
+            options = [self._pick(len(self.nodes))]
+        found = [self._best_at(request, idx, cached[idx], longest) for idx in options]
         if self._choice == "balance":
-            extra = self._ttft(request, idx, cached[idx], 0.0)[0]
-        return extra, idx, tokens
+            return min(found, key=lambda it: self.nodes[it[1]].free_at)
+        return min(found, key=itemgetter(0))
+
+    def _best_at(
+        self, request: PrefixRequest, idx: int, used: int, longest: int
+    ) -> tuple[float, int, int]:
+        """With what the node has, or with the longest prefix that there is, if that is quicker."""
+        own = self._ttft(request, idx, used, 0.0)
+        if not longest or longest <= self._threshold * used:
+            return own
+        fetch_s = (longest - used) * BLOCK_TOKENS * self._times.fetch_s_per_token
+        return min(own, self._ttft(request, idx, longest, fetch_s), key=itemgetter(0))
 
     def _ttft(
         self, request: PrefixRequest, idx: int, num_blocks: int, fetch_s: float

@@ -241,7 +241,10 @@ class NativeForward(Forward):
         embedding = kept(f"{names.EMBEDDING}.weight")
         tied = config.tie_word_embeddings
         head = linear("", (names.EMBEDDING if tied else names.HEAD,), False)
-        self._pack_files(checkpoint, jobs)
+        packed = self._library.pack([job for _, job in jobs])
+        for (name, _), job in zip(jobs, packed, strict=True):
+            if job.problem:
+                raise checkpoint.broken(name, job.problem)
         return library.ModelStruct(
             hidden=config.hidden_size,
             mlp=config.intermediate_size,
@@ -316,12 +319,6 @@ class NativeForward(Forward):
         matrix = checkpoint.get(name).to(self._dtype).contiguous()
         job.matrix = matrix.data_ptr()
         self._library.pack([job])
-
-    def _pack_files(self, checkpoint: Checkpoint, jobs: _Jobs) -> None:
-        packed = self._library.pack([job for _, job in jobs])
-        for (name, _), job in zip(jobs, packed, strict=True):
-            if job.problem:
-                raise checkpoint.broken(name, job.problem)
 
 
 class _Angles:

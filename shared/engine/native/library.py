@@ -108,57 +108,55 @@ class Library:
         self.instructions = instructions
         self.shortfall = ""
         # After torch, whose OpenMP runtime is then shared: one team of threads, not two.
-        handle = ctypes.CDLL(path)
+        handle = self._handle = ctypes.CDLL(path)
         self.max_head_dim = int(handle.pd_max_head_dim())
         self.max_group = int(handle.pd_max_group())
-        self._check = handle.pd_check
-        self._forward = handle.pd_forward
-        self._embed = handle.pd_embed
-        self._first_half = handle.pd_first_half
-        self._second_half = handle.pd_second_half
-        self._logits = handle.pd_logits
-        self._deny = handle.pd_deny
-        self._pack = handle.pd_pack
-        self._linear = handle.pd_linear
-        for entry in (self._forward, self._embed, self._first_half, self._second_half):
-            entry.restype = None
-        for entry in (self._logits, self._deny, self._pack, self._linear):
-            entry.restype = None
+        for name in (
+            "forward",
+            "embed",
+            "first_half",
+            "second_half",
+            "logits",
+            "deny",
+            "pack",
+            "linear",
+        ):
+            getattr(handle, f"pd_{name}").restype = None
 
     def check(self, model: ModelStruct, batch: BatchStruct) -> bool:
         """Whether every token id, block and length of the batch exists."""
-        return self._check(byref(model), byref(batch)) == 0
+        return self._handle.pd_check(byref(model), byref(batch)) == 0
 
     def forward(self, model: ModelStruct, batch: BatchStruct) -> None:
         """All layers."""
-        self._forward(byref(model), byref(batch))
+        self._handle.pd_forward(byref(model), byref(batch))
 
     def embed(self, model: ModelStruct, batch: BatchStruct) -> None:
         """Fill ``x`` with embeddings; then both halves of each layer, in order."""
-        self._embed(byref(model), byref(batch))
+        self._handle.pd_embed(byref(model), byref(batch))
 
     def first_half(self, model: ModelStruct, batch: BatchStruct, layer: int) -> None:
         """Up to and with the layer's KV."""
-        self._first_half(byref(model), byref(batch), c_int64(layer))
+        self._handle.pd_first_half(byref(model), byref(batch), c_int64(layer))
 
     def second_half(self, model: ModelStruct, batch: BatchStruct, layer: int) -> None:
         """Attention and feed-forward."""
-        self._second_half(byref(model), byref(batch), c_int64(layer))
+        self._handle.pd_second_half(byref(model), byref(batch), c_int64(layer))
 
     def logits(self, model: ModelStruct, hidden: int, head: HeadStruct) -> None:
         """Final norm, head, and the most likely token, of ``[count, hidden]``."""
-        self._logits(byref(model), c_void_p(hidden), byref(head))
+        self._handle.pd_logits(byref(model), c_void_p(hidden), byref(head))
 
     def deny(self, model: ModelStruct, head: HeadStruct, allowed: int) -> None:
         """Leave each row of logits the tokens that it may choose, and find the most likely of them.
         allowed: address of addresses ``[count]`` of masks as in ``Masks.bits``, 0 = all."""
-        self._deny(byref(model), byref(head), c_void_p(allowed))
+        self._handle.pd_deny(byref(model), byref(head), c_void_p(allowed))
 
     def pack(self, jobs: Sequence[PackJob]) -> Sequence[PackJob]:
         """Put matrices into panels, all threads at once; see ``PackJob``. Returns the jobs with
         their errors."""
         packed = (PackJob * len(jobs))(*jobs)  # copies
-        self._pack(packed, c_int64(len(jobs)), c_int64(torch.get_num_threads()))
+        self._handle.pd_pack(packed, c_int64(len(jobs)), c_int64(torch.get_num_threads()))
         return list(packed)
 
     def product(self, matrix: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -174,7 +172,7 @@ class Library:
 
         def product(x: torch.Tensor, _keep: torch.Tensor = panels) -> torch.Tensor:
             out = torch.empty(x.shape[0], rows, dtype=self.dtype)
-            self._linear(
+            self._handle.pd_linear(
                 byref(weights),
                 c_void_p(x.data_ptr()),
                 c_int64(x.shape[0]),

@@ -31,9 +31,8 @@ from shared.rpc.status import (
     error_from_grpc,
     error_from_json,
     error_to_json,
-    grpc_status_of,
-    http_status_of,
     openai_error_body,
+    row_of,
 )
 from tests.support.calls import ALL_METHODS
 from tests.support.house import ROOT
@@ -94,7 +93,7 @@ def test_errors_survive_the_trailer(
     assert len(text) <= MAX_TRAILER_BYTES
     assert text.isascii()
     assert text.isprintable()
-    got = error_from_grpc(grpc_status_of(sent), "", text)
+    got = error_from_grpc(row_of(sent).grpc, "", text)
     assert type(got) is type(sent)
     assert (got.param, got.code, got.retry_after_s) == (param, "c", retry_after_s)
     assert sent.message.startswith(got.message)
@@ -142,7 +141,7 @@ def test_bare_statuses_have_a_meaning() -> None:
 def test_openai_body_has_the_four_fields_and_the_hint() -> None:
     """The HTTP error body is OpenAI's; when to come back stands in it, too, for streams."""
     error = Overloaded("later", retry_after_s=1)
-    assert http_status_of(error) == 503
+    assert row_of(error).http == 503
     assert openai_error_body(error) == {
         "error": {
             "message": "later",

@@ -660,7 +660,7 @@ def test_an_answer_that_ends_while_its_next_row_is_planned_keeps_its_blocks_unti
         first.item, sampling=dataclasses.replace(first.sampling, stop_token_ids=frozenset({7}))
     )
     outcome = worker.scheduler.commit(plan, [RowResult(7), RowResult(8)])
-    assert outcome.finished == (first,)
+    assert [it.sequence for it in outcome.tokens if it.finish_reason] == [first]
     assert worker.pool.num_held == 4
     worker.check()
     worker.scheduler.abort(first)  # in any state, also now
@@ -708,8 +708,8 @@ def test_an_answer_that_is_sure_to_end_has_no_row_in_the_step_after() -> None:
     longest = a_sequence((9, 8, 7, 6, 5), answered=(), max_tokens=50, ignore_eos=True)
     worker.scheduler.add(longest)
     worker.scheduler.commit(worker.scheduler.plan(), [RowResult(7)] * 2)
-    assert short.is_finished
-    assert longest.is_finished  # max_model_len
+    assert short.is_over
+    assert longest.is_over  # max_model_len
     for worker in (Worker(), Worker(model=dataclasses.replace(MODEL, max_model_len=6))):
         by_length = worker.scheduler._policy.max_model_len == 6
         (short,) = decoding(worker, 1, max_tokens=9 if by_length else 2)

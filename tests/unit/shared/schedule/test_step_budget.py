@@ -86,7 +86,7 @@ def test_a_prompt_advances_however_late_the_steps_are() -> None:
     assert [len(row.token_ids) for row in plan.rows] == [1, LEAST_CHUNK]
     worker.scheduler.commit(plan, worker.engine.step(plan.rows))
     worker.run()
-    assert all(sequence.is_finished for sequence in (answer, first, second))
+    assert all(sequence.is_over for sequence in (answer, first, second))
 
 
 def test_while_nobody_decodes_the_first_prompt_is_computed_as_a_whole() -> None:
@@ -104,8 +104,8 @@ def test_while_nobody_decodes_the_first_prompt_is_computed_as_a_whole() -> None:
     assert 0 < plan.num_prefill_tokens <= 50
     worker.scheduler.commit(plan, worker.engine.step(plan.rows))
     worker.run()
-    assert first.is_finished
-    assert second.is_finished
+    assert first.is_over
+    assert second.is_over
 
 
 def test_a_whole_prompt_is_bounded_by_the_tokens_of_a_step() -> None:

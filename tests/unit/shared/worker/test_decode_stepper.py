@@ -86,18 +86,21 @@ class Loop:
             look_ahead=look_ahead,
         )
 
+    @staticmethod
+    def _four_tokens(first: int, max_tokens: int) -> TokenSequence:
+        return a_sequence(tuple(range(first, first + 4)), max_tokens=max_tokens, ignore_eos=True)
+
     def add(self, first: int, max_tokens: int = 20) -> TokenSequence:
         """Add a prompt of four tokens."""
-        prompt = tuple(range(first, first + 4))
-        sequence = a_sequence(prompt, max_tokens=max_tokens, ignore_eos=True)
+        sequence = self._four_tokens(first, max_tokens)
         self.scheduler.add(sequence)
         self.stepper.changed()
         return sequence
 
     def ready(self, first: int, max_tokens: int = 20) -> TokenSequence:
         """Add one whose KV came from elsewhere."""
-        prompt = tuple(range(first, first + 4))
-        sequence = a_sequence(prompt, max_tokens=max_tokens, ignore_eos=True)
+        sequence = self._four_tokens(first, max_tokens)
+        prompt = sequence.item.token_ids
         expected, _ = fake_answer(prompt, sequence.sampling, model=MODEL)
         chain = self.worker.pool.new_chain()
         table = self.worker.pool.acquire(chain, prompt, 4, max_hit_tokens=0)
@@ -136,6 +139,13 @@ class Loop:
         """Wait for so many tokens."""
         while len(self.sink.tokens) < num_tokens:
             await asyncio.sleep(0.001)
+
+
+def assert_exact(*sequences: TokenSequence) -> None:
+    """Each has the answer that the reference gives."""
+    for sequence in sequences:
+        expected, _ = fake_answer(sequence.item.token_ids, sequence.sampling, model=MODEL)
+        assert answer_of(sequence) == expected
 
 
 @contextlib.asynccontextmanager
@@ -189,9 +199,7 @@ async def test_who_joins_while_a_step_runs_is_in_the_next() -> None:
         assert loop.engine.sizes == [1, 3]
         loop.engine.may_end.release(1000)
         await loop.got(3 * 19)
-        for sequence in (first, second, third):
-            expected, _ = fake_answer(sequence.item.token_ids, sequence.sampling, model=MODEL)
-            assert answer_of(sequence) == expected
+        assert_exact(first, second, third)
         assert loop.worker.pool.num_held == 0
 
 
@@ -208,7 +216,7 @@ async def test_who_is_aborted_while_a_step_runs_is_not_in_the_next() -> None:
         assert loop.engine.sizes == [2, 1]
         assert {token.sequence for token in loop.sink.tokens} == {first}
         loop.worker.check()
-        assert second.is_finished or second.table is None
+        assert second.is_over or second.table is None
 
 
 async def test_after_somebody_joined_the_thread_still_needs_no_loop() -> None:
@@ -242,9 +250,7 @@ async def test_what_the_thread_has_begun_is_not_taken_back() -> None:
         assert loop.engine.sizes == [2, 2, 2]
         loop.engine.may_end.release(1000)
         await loop.got(2 * 19)
-        for sequence in (first, third):
-            expected, _ = fake_answer(sequence.item.token_ids, sequence.sampling, model=MODEL)
-            assert answer_of(sequence) == expected
+        assert_exact(first, third)
         loop.worker.check()
         assert loop.worker.pool.num_held == 0
 
@@ -260,7 +266,7 @@ async def test_it_is_quiet_when_the_row_too_far_is_done_as_well() -> None:
         sequence.item = dataclasses.replace(sequence.item, sampling=stop)
         loop.engine.may_end.release(1)
         await loop.got(1)
-        assert sequence.is_finished
+        assert sequence.is_over
         async with asyncio.TaskGroup() as tasks:
             quiet = tasks.create_task(loop.stepper.quiet())
             await loop.begun(2)
@@ -279,9 +285,7 @@ async def test_a_prompt_comes_between_steps_that_were_planned_ahead() -> None:
         second = loop.add(11)
         loop.engine.may_end.release(1000)
         await loop.got(19 + 20)
-        for sequence in (first, second):
-            expected, _ = fake_answer(sequence.item.token_ids, sequence.sampling, model=MODEL)
-            assert answer_of(sequence) == expected
+        assert_exact(first, second)
         assert loop.engine.sizes[:2] == [1, 2]
 
 

@@ -18,6 +18,7 @@ from shared.errors import (
 )
 from shared.ids import Incarnation, LeaseToken, RequestId
 from shared.kv.pool import BlockPool
+from shared.schedule.sequence import Sequence
 from shared.transfer.messages import TransferKey
 from shared.worker.core.lease import (
     AbortReceive,
@@ -48,6 +49,7 @@ class Desk:
         policy.setdefault("growth_tokens", 1)
         self.pool = BlockPool(8, 4)
         self.leases = Leases(self.pool, LeasePolicy(**policy))
+        self._joined: list[Sequence] = []
 
     def reserve(
         self, number: int = 0, *, prompt: int = 7, now: float = 0.0, wait_s: float = 1.0, **kw: Any
@@ -63,8 +65,17 @@ class Desk:
         assert self.leases.open(lease, US)
         return lease
 
+    def join(self, lease: Lease) -> Sequence:
+        """Join it; the sequence's blocks go back when the test ends."""
+        sequence = self.leases.join(lease, 55)
+        self._joined.append(sequence)
+        return sequence
+
     def check(self) -> None:
         """Every count holds."""
+        for sequence in self._joined:
+            assert sequence.table is not None
+            self.pool.release(sequence.table)
         self.leases.check_integrity()
         self.pool.check_integrity(self.leases.tables())
 
@@ -195,7 +206,7 @@ def test_one_attempt_has_one_reservation(desk: Desk) -> None:
 def test_a_cached_prefix_is_skipped(desk: Desk) -> None:
     """What this worker has is not sent again, even if that is the whole prompt."""
     lease = desk.opened(1, prompt=8)
-    sequence = desk.leases.join(lease, 55)
+    sequence = desk.join(lease)
     assert sequence.table is not None
     assert sequence.chain is not None
     desk.pool.publish(sequence.table, sequence.chain, sequence.tokens, 8)
@@ -203,7 +214,6 @@ def test_a_cached_prefix_is_skipped(desk: Desk) -> None:
     again, _ = desk.leases.reserve(a_key(2), item, US, now=0.0, wait_s=0.0)
     assert again.skip_tokens == 8
     assert again.block_table[:2] == sequence.block_table[:2]
-    desk.pool.release(sequence.table)
 
 
 def test_reservations_stand_back_for_those_who_run_here(desk: Desk) -> None:
@@ -251,11 +261,9 @@ def test_only_the_named_prefill_may_open(desk: Desk, blocker: int) -> None:
 def test_a_joined_lease_is_not_opened_again(desk: Desk) -> None:
     """Its blocks belong to a sequence."""
     lease = desk.opened()
-    table = desk.leases.join(lease, 1).table
+    desk.join(lease)
     with pytest.raises(RemoteProtocolError):
         desk.leases.open(lease, US)
-    assert table is not None
-    desk.pool.release(table)
 
 
 def test_a_lost_prefill_ends_its_leases_that_have_no_transfer(desk: Desk) -> None:
@@ -304,14 +312,12 @@ def test_joining_hands_the_blocks_over(desk: Desk) -> None:
     """The sequence owns them, knows its first token, and needs one decode row."""
     lease = desk.opened(prompt=7)
     blocks = list(lease.block_table)
-    sequence = desk.leases.join(lease, 55)
+    sequence = desk.join(lease)
     assert list(sequence.block_table) == blocks
     assert sequence.tokens[-1] == 55
     assert sequence.is_decoding
     assert (lease.state, len(lease.block_table)) == (LeaseState.JOINED, 0)
-    assert sequence.table is not None
     assert desk.leases.release(lease, now=0.0) == []
-    desk.pool.release(sequence.table)
 
 
 def test_a_sequence_is_expected_from_the_grant_until_it_joins(desk: Desk) -> None:
@@ -322,11 +328,9 @@ def test_a_sequence_is_expected_from_the_grant_until_it_joins(desk: Desk) -> Non
     desk.leases.open(lease, US)
     assert desk.leases.is_expecting
     waiter, _ = desk.reserve(2)
-    table = desk.leases.join(lease, 55).table
+    desk.join(lease)
     assert waiter.state is LeaseState.WAITING
     assert not desk.leases.is_expecting
-    assert table is not None
-    desk.pool.release(table)
 
 
 def test_no_sequence_is_expected_of_a_lease_that_ends(desk: Desk) -> None:
@@ -401,11 +405,9 @@ def test_the_ledger_adds_up(desk: Desk) -> None:
     """reserved = freed + joined + live + quarantined, in blocks."""
     joined, aborted = desk.opened(1, prompt=3), desk.opened(2, prompt=3)
     desk.reserve(3, prompt=3)
-    table = desk.leases.join(joined, 1).table
-    assert table is not None
+    desk.join(joined)
     desk.leases.cancel(aborted, GONE, now=0.0)
     stats = desk.leases.statistics()
     assert stats.num_reserved_blocks == 3
     assert (stats.num_joined_blocks, stats.num_live_blocks) == (1, 1)
     assert (stats.num_quarantined_blocks, stats.num_freed_blocks) == (1, 0)
-    desk.pool.release(table)
