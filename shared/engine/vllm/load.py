@@ -9,8 +9,6 @@ import contextlib
 import dataclasses
 import hashlib
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -27,6 +25,7 @@ from shared.engine.models.registry import read_model_config
 from shared.engine.streams import CudaStreams, Streams
 from shared.engine.vllm import settings
 from shared.engine.vllm.engine import VllmEngine
+from shared.engine.vllm.meeting import leave, meet
 from shared.engine.vllm.plugins import RANKS, STEP
 from shared.engine.vllm.pools import DevicePools, HostPools, Pools
 from shared.engine.vllm.ranks import LayerEvents, map_pools, why_failed, write_logging
@@ -69,8 +68,9 @@ def load_vllm(
     _require_possible(config, arguments, device, num_ranks)
     num_threads = torch.get_num_threads() * num_ranks
     with contextlib.ExitStack() as stack:
-        meeting = Path(tempfile.mkdtemp(prefix="pdmesh-ranks-"))  # this user's alone
-        stack.callback(_leave, meeting)
+        meeting, lock = meet()
+        stack.enter_context(lock)
+        stack.callback(leave, meeting)
         events = None
         if num_ranks > 1:
             events = LayerEvents(meeting, num_ranks)
@@ -105,7 +105,7 @@ def load_vllm(
                 "vllm's latent attention on a CPU is for trying things out: its answers depend on "
                 "what else is in a step"
             )
-        _leave(meeting)
+        leave(meeting)
         if events is not None:
             events.watch(_end_without_ranks)
             stack.callback(events.watch, None)  # from here on they may end
@@ -166,14 +166,6 @@ def _end_without_ranks() -> None:
         error_type=EngineFailed.__name__,
     )
     os._exit(1)
-
-
-def _leave(meeting: Path) -> None:
-    """All have met, and nothing needs its name any more: so nothing stays behind, whatever ends a
-    worker, in a folder or in shared memory."""
-    shutil.rmtree(meeting, ignore_errors=True)
-    for shared in Path("/dev/shm").glob(f"{meeting.name}-*"):
-        shared.unlink(missing_ok=True)
 
 
 def _configured(
