@@ -22,7 +22,9 @@ class StepEnds(NamedTuple):
 
 
 class _Run(NamedTuple):
-    steps: StepEnds
+    ends: array[float]
+    start: int
+    stop: int
     later_s: float
 
 
@@ -44,7 +46,7 @@ class TokenTimes(Sequence[float]):
     def extend(self, steps: StepEnds, later_s: float) -> None:
         """A token of each of these steps, so much later than its end."""
         if steps.num:
-            self._parts.append(_Run(steps, later_s))
+            self._parts.append(_Run(*steps, later_s))
             self._num += steps.num
 
     def count_from(self, since: float) -> TokenTimes:
@@ -59,7 +61,7 @@ class TokenTimes(Sequence[float]):
         since = self._since
         for part in self._parts:
             if isinstance(part, _Run):
-                (ends, start, stop), later_s = part
+                ends, start, stop, later_s = part
                 for at in ends[start:stop]:
                     yield at + later_s - since
             else:
@@ -78,7 +80,7 @@ class TokenTimes(Sequence[float]):
         if place == self._num - 1:
             last = self._parts[-1]
             if isinstance(last, _Run):
-                return last.steps.ends[last.steps.stop - 1] + last.later_s - self._since
+                return last.ends[last.stop - 1] + last.later_s - self._since
             return last - self._since
         return next(islice(self, place, None))
 

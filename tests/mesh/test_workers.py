@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from shared.engine.fake import FakeTiming
 from shared.messages import codec
 from shared.request import FinishReason, SamplingParams
+from shared.transfer.effects import HandOver
 from tests.support.fake_reference import fake_prompt_logprobs
 from tests.support.loopback import LoopbackSettings
 from tests.support.step_rows import step_tokens_from_wire
@@ -82,9 +82,9 @@ async def test_a_request_cancelled_as_it_joins_reports_no_join(
         reservations = requests.reservations
         placed = reservations.placed
 
-        def place_and_cancel(key: Any, *rest: Any) -> None:
-            placed(key, *rest)
-            requests.cancel(requests._answers[key])
+        def place_and_cancel(receive: HandOver) -> None:
+            placed(receive)
+            requests.cancel(requests._answers[receive.key])
 
         monkeypatch.setattr(reservations, "placed", place_and_cancel)
         request = mesh.start(a_prompt(50), 8)

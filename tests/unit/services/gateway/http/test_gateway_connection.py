@@ -287,14 +287,15 @@ async def test_slow_headers_are_not_kept_alive_by_a_byte_now_and_then(
         writer.write(HEALTH)
         await reader.readuntil(b"}")
         began_at = asyncio.get_running_loop().time()
-        for byte in b"GET /health HTTP/1.1\r\nX: " + b"y" * 200:
+        for byte in b"GET /health HTTP/1.1\r\nX: " + b"y" * 2000:
             writer.write(bytes([byte]))
             await asyncio.sleep(0.01)
             if reader.at_eof():
                 break
         with contextlib.suppress(ConnectionResetError):  # a byte came after the end
             assert await reader.read() == b""
-        assert asyncio.get_running_loop().time() - began_at < 1.5
+        # A busy machine takes its time, but no 2,000 bytes.
+        assert asyncio.get_running_loop().time() - began_at < 15
 
 
 async def test_more_connections_than_there_may_be_are_closed_unread(
