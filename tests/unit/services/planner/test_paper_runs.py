@@ -30,7 +30,7 @@ def test_muxserve_shares_gains_and_follows_what_is_asked_for() -> None:
     assert found["the same, mean"] >= 1.0
     assert found["sequences that run, of those asked for, quotas as placed"] < 50
     assert found["the same, quotas adapted over 20 periods"] > 95
-    assert found["prefills of the model with most over that with least, all waiting"] == 1
+    assert found["turns of the model with most over that with least, prefills and decodes"] == 1
 
 
 def test_orca_lets_nobody_overtake() -> None:
