@@ -106,7 +106,7 @@ class VerifyFlags:
                 "above 0: nothing would be replayed",
             ),
         )
-        assert self.slo
+        read_slo(self.slo_ttft, self.slo_tpot)
 
     @property
     def last_s(self) -> float | None:
