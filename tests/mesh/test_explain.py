@@ -52,12 +52,12 @@ async def test_a_score_that_is_a_sum_tells_its_terms() -> None:
         told = json.loads(json.dumps(gateway.explain(list(gateway._recent)[-1].hex())))
         sent = msgspec.convert(told, Explanation)
         (decision,) = sent.decisions
-        terms = {it.worker: it.terms for it in decision.prefills}
-        assert all(it is not None and it.wait + it.compute > 0 for it in terms.values())
-        cached = {name: it.cached_tokens for name, it in terms.items() if it is not None}
+        terms = {it["worker"]: it["terms"] for it in decision["prefills"]}
+        assert all(it["wait"] + it["compute"] > 0 for it in terms.values())
+        cached = {name: it["cached_tokens"] for name, it in terms.items()}
         assert sorted(cached.values()) == [0, 256]
         assert cached[answer.receipt["prefill"]] == 256
-        assert decision.decodes[0].terms is None
+        assert decision["decodes"][0]["terms"] is None
         assert replay(told["decisions"][0]).differences == []
 
 

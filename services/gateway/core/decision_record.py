@@ -30,7 +30,17 @@ Record = dict[str, Any]
 
 
 def record_of(decision: RouteDecision, *, attempt: int, at_s: float) -> Record:
-    """Return the record. at_s: loop time of the decision."""
+    """Return the record. at_s: loop time of the decision.
+
+    Of each worker: score, what the policy compared, lower is better, and its terms; unseen_tokens
+    and unseen_blocks, what this gateway had ordered that the report, report_age_s old, did not
+    count, and that is part of pending_tokens and reserved_blocks; cached_tokens of the prompt, as
+    far as the gateway knows, of which the first in_pool lie where they can be sent from, and of
+    those after them in_dram and on_ssd below; dram_token_s and ssd_token_s, what a token's load
+    takes, 0 = not known. partners: of each prefill worker the decode workers that it reaches, by
+    their places. fetchable_tokens: what one worker has of the prompt at most. prediction: seconds
+    until token 1 and what they consist of, None = the prefill worker knew no step times.
+    """
     seen, sides = decision.seen, decision.sides
     if seen is None:
         raise InvalidRequest("this decision was made without a record of what it saw")

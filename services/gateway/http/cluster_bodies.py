@@ -95,109 +95,13 @@ class ClusterWorker(msgspec.Struct, forbid_unknown_fields=True):
     paired: list[str]
 
 
-class ExplainedSteps(msgspec.Struct, forbid_unknown_fields=True):
-    """How long a worker's steps with prompts take: seconds for a step, for each of its tokens, and
-    for each position that these attend to. num_steps: learned from; 0 = not known."""
-
-    constant_s: float
-    token_s: float
-    attended_s: float
-    num_steps: int
-    error_p50: float
-    error_p90: float
-
-
-class ExplainedTerms(msgspec.Struct, forbid_unknown_fields=True):
-    """What a score is made of, in seconds or, if is_s is false, in tokens: the wait, and what is
-    to compute; cached_tokens need not be. Of these source, another worker, sends fetched_tokens
-    within fetch, beside the wait; null = it computes what it has not. loaded_tokens of them lie
-    below its pool, and have come back within load, beside the wait; 0 if it does not report how
-    fast."""
-
-    wait: float
-    compute: float
-    cached_tokens: int
-    is_s: bool
-    fetch: float
-    source: str | None
-    fetched_tokens: int
-    load: float
-    loaded_tokens: int
-
-
-class ExplainedWorker(msgspec.Struct, forbid_unknown_fields=True):
-    """A worker as a decision saw it. score: what the policy compared, lower is better. unseen: what
-    this gateway had ordered that the report, report_age_s old, did not count; it is part of
-    pending_tokens and reserved_blocks. queue_s: as the worker predicted it. step_tokens: of its
-    largest step. cached_tokens: of the prompt, in its prefix cache as far as the gateway knows: the
-    first in_pool lie where they can be sent from, and of those after them in_dram and on_ssd below.
-    dram_token_s, ssd_token_s: what a token's load takes, 0 = not known. terms: of the scores of
-    policies conductor and local."""
-
-    worker: str
-    address: str
-    score: float
-    pending_tokens: int
-    unseen_tokens: int
-    reserved_blocks: int
-    unseen_blocks: int
-    queued: int
-    prompts: int
-    answers: int
-    queue_s: float
-    prompt_steps: ExplainedSteps
-    answer_steps: ExplainedSteps
-    step_tokens: int
-    cached_tokens: int
-    in_pool: int
-    in_dram: int
-    on_ssd: int
-    dram_token_s: float
-    ssd_token_s: float
-    terms: ExplainedTerms | None
-    report_age_s: float
-    role: str
-    serves: list[str]
-    home: str | None
-    colocated: bool
-    blocks: int
-    block_size: int
-
-
-class ExplainedDecision(msgspec.Struct, forbid_unknown_fields=True):
-    """Why one attempt of a request went to its pair: everything that the policy looked at, so that
-    `pdmesh explain --replay` can decide again. partners: of each prefill worker the decode workers
-    that it reaches, by their places. prediction: seconds until token 1 and what they consist of;
-    null if the prefill worker knew no step times. fetchable_tokens: what one worker has of the
-    prompt at most. hand_over_speeds: bytes a second to each decode worker from the prefill worker
-    that is ready soonest. num_output_tokens: how long such answers are, 0 = not known."""
-
-    attempt: int
-    policy: str
-    random: float
-    memory: dict[str, int] | int | None
-    num_tokens: int
-    max_new_tokens: int
-    num_output_tokens: int
-    avoid: list[str]
-    affinity: str
-    fetchable_tokens: int
-    layout: dict[str, str | int] | None
-    hand_over_speeds: list[float]
-    prefill: str
-    decode: str
-    prefills: list[ExplainedWorker]
-    decodes: list[ExplainedWorker]
-    partners: list[list[int]]
-    prediction: dict[str, float | None] | None
-
-
 class Explanation(msgspec.Struct, forbid_unknown_fields=True):
-    """Why a request went where it went. receipt: as of now."""
+    """Why a request went where it went. decisions: of each attempt the record of all that its
+    policy looked at, by which `pdmesh explain --replay` decides again. receipt: as of now."""
 
     request_id: str
     ended: bool
-    decisions: list[ExplainedDecision]
+    decisions: list[dict[str, Any]]
     receipt: dict[str, Any]
 
 
