@@ -146,9 +146,6 @@ class GatewayConfig(ServiceConfig):
     """With conductor or local: most memory for the index of who has which prefix; 24 bytes for each
     128 tokens that a worker has. Workers for which there is no room are taken by their queues."""
 
-    response_memory_mib: Annotated[int, Between(0, 1 << 16)] = 128
-    """Most memory of a process for responses to go on from (previous_response_id); 0 = none."""
-
     tls_cert: Path | None = None
     """Serve clients over TLS, on HTTP and gRPC alike: PEM file with the certificate and those that
     lead to its authority. A renewed file counts from the next connection on."""

@@ -80,27 +80,23 @@ async def test_a_response_streamed_is_the_response_whole(client: AsyncOpenAI, mo
 
 
 async def test_turns(client: AsyncOpenAI, model: str) -> None:
-    """previous_response_id is the same as sending everything again; what is kept can be asked for
-    and forgotten."""
+    """The next turn sends the answer's own items back; an id alone is refused, for none is kept."""
     first = await client.responses.create(model=model, input="What is red?", **SHORT)
-    second = await client.responses.create(
-        model=model, input="And blue?", previous_response_id=first.id, **SHORT
-    )
     again: Any = [
         {"role": "user", "content": "What is red?"},
         *[item.model_dump(exclude_none=True) for item in first.output],
         {"role": "user", "content": "And blue?"},
     ]
-    sent_whole = await client.responses.create(model=model, input=again, **SHORT)
-    assert plain(sent_whole) == plain(second)
-    assert (await client.responses.retrieve(first.id)).output_text == first.output_text
-    await client.responses.delete(first.id)
-    with pytest.raises(openai.BadRequestError) as missing:
+    second = await client.responses.create(model=model, input=again, **SHORT)
+    assert second.usage is not None
+    assert first.usage is not None
+    assert second.usage.input_tokens > first.usage.total_tokens
+    with pytest.raises(openai.BadRequestError) as refused:
         await client.responses.create(
             model=model, input="x", previous_response_id=first.id, **SHORT
         )
-    assert missing.value.code == "previous_response_not_found"
-    assert missing.value.param == "previous_response_id"
+    assert refused.value.param == "previous_response_id"
+    assert "send all of it as input" in refused.value.message
 
 
 async def test_what_is_refused(client: AsyncOpenAI, model: str) -> None:
@@ -157,8 +153,7 @@ async def test_parsed_answers(up: AsyncOpenAI) -> None:
 @needs_library
 @pytest.mark.process
 async def test_a_loop_of_tools(up: AsyncOpenAI) -> None:
-    """A call that must come, parsed by the client; its result goes back by previous_response_id and
-    by hand, and both ways say the same."""
+    """A call that must come, parsed by the client; its result goes back with all that was said."""
     tool: Any = {
         "type": "function",
         "name": "keep",
@@ -183,7 +178,6 @@ async def test_a_loop_of_tools(up: AsyncOpenAI) -> None:
     Story.model_validate_json(arguments)
     result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "kept"}
     short: Any = {**asked, "tool_choice": "none", "max_output_tokens": 24}
-    second = await up.responses.create(input=[result], previous_response_id=first.id, **short)
-    by_hand: Any = [{"role": "user", "content": question}, *first.output, result]
-    third = await up.responses.create(input=by_hand, **short)
-    assert plain(second) == plain(third)
+    turns: Any = [{"role": "user", "content": question}, *first.output, result]
+    second = await up.responses.create(input=turns, **short)
+    assert second.status in ("completed", "incomplete")

@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 
 from services.gateway.front.answers import TokenCounts
 from services.gateway.http.bodies import ErrorDetail, Receipt
-from services.gateway.http.item_answers import Item, ItemFormat, NamedEvent, arguments_of, encode
+from services.gateway.http.item_answers import Item, ItemFormat, NamedEvent, encode
 from shared.errors import MeshError, TooLarge
 from shared.request import FinishReason
 from shared.rpc.status import openai_error_body
@@ -191,7 +191,7 @@ class MessagesFormat(ItemFormat):
         return AnthropicError.of(error)
 
     def whole(self, usage: TokenCounts, receipts: Sequence[dict[str, Any]]) -> bytes:
-        called = [(item, arguments_of(item)) for item in self.items]
+        called = [(item, _arguments_of(item)) for item in self.items]
         blocks = [_block(item, given) for item, given in called if given is not None]
         message = self._message(blocks, usage)
         end = self._end()
@@ -222,3 +222,14 @@ def _block(item: Item, called: dict[str, Any]) -> AnswerBlock:
             return ThinkingBlock(thinking=item.text)
         case "call":
             return ToolUseBlock(id=item.id, name=item.name, input=called)
+
+
+def _arguments_of(item: Item) -> dict[str, Any] | None:
+    """Return the arguments of a call, {} of what is none; None = cut off in their midst, or
+    no object: no client shall run such a call, and no template can show it."""
+    if item.kind != "call":
+        return {}
+    try:
+        return msgspec.json.decode(item.text, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        return None

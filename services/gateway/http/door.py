@@ -29,14 +29,12 @@ from services.gateway.http.anthropic_forms import CountTokensBody, MessagesBody,
 from services.gateway.http.cluster_bodies import Cluster, ClusterWorker, Explanation, RecentRequests
 from services.gateway.http.connection import HttpRequest, listen
 from services.gateway.http.item_answers import NamedEvent
-from services.gateway.http.kept_responses import KeptResponses
 from services.gateway.http.messages import Response, json_response
 from services.gateway.http.openai_answers import AnswerFormat, CompletionFormat
 from services.gateway.http.openai_forms import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
-    Message,
     RoleBody,
     StreamOptions,
     TokenizeBody,
@@ -45,13 +43,12 @@ from services.gateway.http.openai_forms import (
 from services.gateway.http.openapi import openapi_document
 from services.gateway.http.page_files import page_routes
 from services.gateway.http.responses_answers import (
-    DeletedResponse,
     ResponseBody,
     ResponseEvent,
     ResponsesFormat,
     response_before,
 )
-from services.gateway.http.responses_forms import ResponsesBody, turn_of
+from services.gateway.http.responses_forms import ResponsesBody, chat_of_input
 from services.gateway.http.server import AllowedOrigins, Policy, Route, Routes, read_body
 from services.gateway.http.tool_answers import chat_format
 from services.gateway.http.unserved_fields import refuse_unserved
@@ -71,7 +68,6 @@ _DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
 _ROLE = msgspec.json.Decoder(RoleBody)
 
 _NO_OPTIONS = StreamOptions()
-_KEPT = "/v1/responses/{response_id}"
 
 
 def serve_http(
@@ -112,7 +108,6 @@ class HttpDoor:
 
     def __init__(self, front: FrontDoor) -> None:
         self._front = front
-        self._kept = KeptResponses(front.config.response_memory_mib << 20)
         self._document: tuple[ServedModel | None, bytes] | None = None
 
     def routes(self) -> tuple[Route, ...]:
@@ -156,8 +151,6 @@ class HttpDoor:
                 ends_with_done=False,
                 needs_workers=True,
             ),
-            Route("GET", _KEPT, Policy.KEY, self.tell_response, ResponseBody),
-            Route("DELETE", _KEPT, Policy.KEY, self.forget_response, DeletedResponse),
             Route(
                 *("POST", "/v1/messages", Policy.METERED, self.message),
                 *(MessageBody, _MESSAGES, NamedEvent),
@@ -342,39 +335,18 @@ class HttpDoor:
     async def respond(self, request: HttpRequest, call: Call) -> Response | None:
         """Answer a chat as OpenAI's newer API does, whole or as a stream of events."""
         body = await read_body(request, call, _RESPONSES)
-        tenant = call.caller.key.cache_salt
-        earlier: list[Message] = []
-        if (previous := body.previous_response_id) is not None:
-            earlier = self._kept.find(tenant, previous, param="previous_response_id").messages
-        chat, places, conversation = turn_of(body, earlier)
+        chat, places = chat_of_input(body)
         with places.told():
             asked = await asked_chat(self._front, request, call, chat)
         head = head_of_answer(call, asked.model, "resp_")
-
-        def keep(answer: bytes, message: Message) -> bool:
-            return self._kept.keep(tenant, head.id, answer, [*conversation, message])
-
         answer_format = ResponsesFormat(
             head,
             self._front.text,
             asked.new_parser,
             response=response_before(head, body, asked.choices[0].request.sampling),
-            keep=None if body.store is False else keep,
         )
         wants = Wants(stream=bool(body.stream), usage=True, receipt=chat.wants_receipt)
         return await answered(self._front, request, call, asked.choices, answer_format, wants)
-
-    async def tell_response(self, request: HttpRequest, call: Call) -> Response:
-        """Tell a response that is kept."""
-        name, tenant = request.parameters["response_id"], call.caller.key.cache_salt
-        kept = self._kept.find(tenant, name, param="response_id")
-        return json_response(kept.body, headers=call.headers)
-
-    async def forget_response(self, request: HttpRequest, call: Call) -> Response:
-        """Forget a response."""
-        name, tenant = request.parameters["response_id"], call.caller.key.cache_salt
-        self._kept.delete(tenant, name, param="response_id")
-        return json_response(DeletedResponse(name), headers=call.headers)
 
     async def message(self, request: HttpRequest, call: Call) -> Response | None:
         """Answer a chat as Anthropic's API does, whole or as a stream of events."""

@@ -47,17 +47,6 @@ class Item:
         return "".join(self.parts)
 
 
-def arguments_of(item: Item) -> dict[str, Any] | None:
-    """Return the arguments of a call, {} of what is none; None = cut off in their midst, or
-    no object: no client shall run such a call, and no template can show it."""
-    if item.kind != "call":
-        return {}
-    try:
-        return msgspec.json.decode(item.text, type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError):
-        return None
-
-
 class ItemFormat:
     """Base of the two formats. ends_with: the answer's last delta, once it is here."""
 

@@ -13,12 +13,10 @@ from msgspec import UNSET, UnsetType
 
 from services.gateway.front.answers import TokenCounts
 from services.gateway.http.bodies import Receipt
-from services.gateway.http.item_answers import Item, ItemFormat, NamedEvent, arguments_of, encode
+from services.gateway.http.item_answers import Item, ItemFormat, NamedEvent, encode
 from services.gateway.http.openai_answers import AnswerHead
-from services.gateway.http.openai_forms import Message
 from services.gateway.http.responses_forms import ResponsesBody
 from services.gateway.http.tool_answers import AnswerParser
-from services.gateway.http.tool_fields import CalledFunction, MessageCall
 from services.gateway.text.text_model import TextModel
 from shared.errors import MeshError
 from shared.request import FinishReason, SamplingParams
@@ -126,7 +124,7 @@ class ResponseFault(msgspec.Struct):
 
 
 class ResponseBody(msgspec.Struct, kw_only=True):
-    """A response. store: whether it is kept here, for previous_response_id."""
+    """A response. None is kept, so none goes on from another."""
 
     id: str
     object: Literal["response"] = "response"
@@ -142,10 +140,10 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     model: str
     output: list[Annotated[Any, _ITEM]]
     parallel_tool_calls: bool
-    previous_response_id: str | None
+    previous_response_id: None = None
     reasoning: dict[str, Any]
     service_tier: Literal["default"] = "default"
-    store: bool
+    store: Literal[False] = False
     temperature: float
     text: dict[str, Any]
     tool_choice: Any
@@ -154,14 +152,6 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     truncation: Literal["disabled"] = "disabled"
     usage: ResponseUsage | None = None
     receipt: Receipt | UnsetType = UNSET
-
-
-class DeletedResponse(msgspec.Struct):
-    """A response that is forgotten now."""
-
-    id: str
-    object: Literal["response"] = "response"
-    deleted: Literal[True] = True
 
 
 # --- events ---------------------------------------------------------------------------------------
@@ -216,14 +206,11 @@ class ArgumentsEvent(ResponseEvent, kw_only=True):
     arguments: str | UnsetType = UNSET
 
 
-Keep = Callable[[bytes, Message], bool]
-"""Takes the response and its answer as a message; returns whether it is kept."""
-
 _PREFIXES = {"text": "msg", "call": "fc", "thought": "rs"}
 
 
 class ResponsesFormat(ItemFormat):
-    """See the module. response: as it is before its answer. keep: None = it is not to be kept."""
+    """See the module. response: as it is before its answer."""
 
     def __init__(
         self,
@@ -232,11 +219,9 @@ class ResponsesFormat(ItemFormat):
         new_parser: Callable[[], AnswerParser] | None,
         *,
         response: ResponseBody,
-        keep: Keep | None,
     ) -> None:
         super().__init__(head, text, new_parser)
         self._response = response
-        self._keep = keep
         self._output: list[OutputItem] = []
         self._num_events = 0
 
@@ -288,7 +273,6 @@ class ResponsesFormat(ItemFormat):
             cut = self.items[-1]
             self._output[-1] = self._shown(cut, "incomplete", cut.text)
         self._response.output = self._output
-        self._response.store = False
         return self._whole_event("failed")
 
     # --- whole bodies ---------------------------------------------------------------------------
@@ -298,7 +282,6 @@ class ResponsesFormat(ItemFormat):
         return encode(self._response)
 
     def _finish(self, usage: TokenCounts, receipts: Sequence[dict[str, Any]]) -> None:
-        """Complete the response, and keep it if it is to be kept and may."""
         response = self._response
         is_cut = self.finish_reason is FinishReason.LENGTH
         response.status = "incomplete" if is_cut else "completed"
@@ -306,28 +289,8 @@ class ResponsesFormat(ItemFormat):
             response.incomplete_details = Incomplete("max_output_tokens")
         response.output = self._output
         response.usage = ResponseUsage.of(usage, self.num_thought_tokens)
-        response.store = self._keep is not None
         if receipts:
             response.receipt = receipts[0]
-        if self._keep is not None:
-            response.store = self._keep(encode(response), self._message())
-
-    def _message(self) -> Message:
-        """The answer as the next turn's template sees it."""
-        said = dict.fromkeys(_PREFIXES, "")
-        calls: list[MessageCall] = []
-        for item in self.items:
-            if item.kind == "call":
-                if arguments_of(item) is not None:
-                    calls.append(MessageCall(item.id, CalledFunction(item.name, item.text)))
-            else:
-                said[item.kind] += item.text
-        return Message(
-            "assistant",
-            said["text"] or None,
-            tool_calls=calls or None,
-            reasoning_content=said["thought"] or None,
-        )
 
     # --- parts ----------------------------------------------------------------------------------
 
@@ -402,9 +365,7 @@ def response_before(
         model=head.model,
         output=[],
         parallel_tool_calls=body.parallel_tool_calls is not False,
-        previous_response_id=body.previous_response_id,
         reasoning={"effort": effort, "summary": None},
-        store=body.store is not False,
         temperature=sampling.temperature,
         text={"format": {"type": "text"} if text is None else text},
         tool_choice=body.tool_choice or "auto",

@@ -6,8 +6,7 @@ name or shape in this protocol stands below.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import msgspec
 
@@ -48,7 +47,10 @@ RESPONSES_UNSERVED: dict[str, Unserved] = {
     **dict.fromkeys(("n", "best_of"), Unserved("a response is one answer", (1,))),
     "response_format": Unserved("use text.format"),
     "background": Unserved("an answer is made while its client waits"),
-    "conversation": Unserved("use previous_response_id, or send the whole input"),
+    **dict.fromkeys(
+        ("previous_response_id", "conversation"),
+        Unserved("no conversation is kept here: send all of it as input"),
+    ),
     "prompt": Unserved("no prompts are kept here: send input and instructions"),
     "include": Unserved("the answer has no such part", ([],)),
     "max_tool_calls": Unserved("tools are called by the client, which can count"),
@@ -134,7 +136,6 @@ _ResponsesFields = with_unserved("_ResponsesFields", RESPONSES_UNSERVED, Samplin
 Input = Annotated[list[InputItem], fields.rule(minItems=1, maxItems=limits.MAX_MESSAGES)]
 FlatTools = Annotated[list[FlatTool], fields.rule("Names differ.", maxItems=MAX_TOOLS)]
 FlatToolChoice = Annotated[str, fields.rule(enum=["none", "auto", "required"])] | FlatChoice
-ResponseName = Annotated[str, fields.rule("Of a response that this gateway process keeps.")]
 
 
 class ResponsesBody(_ResponsesFields, kw_only=True):
@@ -148,8 +149,6 @@ class ResponsesBody(_ResponsesFields, kw_only=True):
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
-    previous_response_id: ResponseName | None = None
-    store: bool | None = None
     metadata: dict[str, Any] | None = None
     separate_reasoning: bool | None = None
     stream_options: StreamOptions | None = None
@@ -162,16 +161,8 @@ _OF_CHATS = tuple(
 )
 
 
-class Turn(NamedTuple):
-    """The chat that a response continues. conversation: its messages without instructions."""
-
-    chat: ChatBody
-    places: Places
-    conversation: list[Message]
-
-
-def turn_of(body: ResponsesBody, earlier: Sequence[Message]) -> Turn:
-    """Return the chat of a body. earlier: messages of the response that it continues.
+def chat_of_input(body: ResponsesBody) -> tuple[ChatBody, Places]:
+    """Return the chat of a body, and where its fields stood.
 
     Raises InvalidRequest: a field that is not served, or an item that says nothing we know.
     """
@@ -189,14 +180,11 @@ def turn_of(body: ResponsesBody, earlier: Sequence[Message]) -> Turn:
     )
     for index in range(len(body.tools or ())):
         places.put(f"tools[{index}].function", f"tools[{index}]")
-    num_earlier = len(lead) + len(earlier)
-    asked = _messages(body.input, places, num_earlier, earlier)
-    conversation = [*earlier, *asked]
     choice = body.tool_choice
     chat = ChatBody(
         **{name: getattr(body, name) for name in _OF_CHATS},
         reasoning_effort=effort,
-        messages=[*lead, *conversation],
+        messages=[*lead, *_messages(body.input, places, len(lead))],
         max_completion_tokens=body.max_output_tokens,
         tools=None if body.tools is None else _tools(body.tools),
         tool_choice=_choice(choice) if isinstance(choice, FlatChoice) else choice,
@@ -204,7 +192,7 @@ def turn_of(body: ResponsesBody, earlier: Sequence[Message]) -> Turn:
         response_format=_format(body.text),
         separate_reasoning=body.separate_reasoning,
     )
-    return Turn(chat, places, conversation)
+    return chat, places
 
 
 def _effort(body: ResponsesBody) -> str | float | None:
@@ -257,18 +245,12 @@ def _format(text: TextOptions | None) -> ResponseFormat | None:
 # --- items ----------------------------------------------------------------------------------------
 
 
-def _messages(
-    given: str | list[InputItem], places: Places, num_before: int, earlier: Sequence[Message]
-) -> list[Message]:
-    """Return the messages of an input, after those of an earlier response.
-
-    num_before: messages that come before these, for the places of errors.
-    """
+def _messages(given: str | list[InputItem], places: Places, num_before: int) -> list[Message]:
+    """Return the messages of an input. num_before: those that come before these, for the places of
+    errors."""
     if isinstance(given, str):
         return [Message("user", given)]
-    limits.checked_count(
-        len(given), limits.MAX_MESSAGES, param="input", what="items", least=0 if earlier else 1
-    )
+    limits.checked_count(len(given), limits.MAX_MESSAGES, param="input", what="items", least=1)
     pieces = ChatPieces(places, num_before=num_before, call_id="call_id")
     for index, item in enumerate(given):
         place = f"input[{index}]"

@@ -95,7 +95,7 @@ class Route(NamedTuple):
 
 
 _PREFLIGHT = {
-    "Access-Control-Allow-Methods": "GET, HEAD, POST, DELETE",
+    "Access-Control-Allow-Methods": "GET, HEAD, POST",
     "Access-Control-Max-Age": "600",
 }
 _EXPOSED = "Retry-After, x-request-id, x-request-label"

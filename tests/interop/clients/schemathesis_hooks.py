@@ -64,7 +64,6 @@ def _mended(body: dict[str, Any]) -> dict[str, Any]:
         body["best_of"] = body.get("n") or 1
     if body.get("logit_bias") is not None:
         body["logit_bias"] = {"3": 1.5, "4": -1.5}  # keys are of the vocabulary
-    body.pop("previous_response_id", None)  # of a response that there is
     if isinstance(body.get("input"), list):
         body["input"] = [{"role": "user", "content": "a"} for _ in body["input"][:MOST_MESSAGES]]
     if isinstance(body.get("messages"), list):

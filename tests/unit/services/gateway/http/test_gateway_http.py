@@ -34,10 +34,8 @@ ROUTES = {
     ("POST", "/v1/chat/completions"): Policy.METERED,
     ("POST", "/v1/completions"): Policy.METERED,
     ("POST", "/v1/responses"): Policy.METERED,
-    ("GET", "/v1/responses/{response_id}"): Policy.KEY,
     ("POST", "/v1/messages"): Policy.METERED,
     ("POST", "/v1/messages/count_tokens"): Policy.METERED,
-    ("DELETE", "/v1/responses/{response_id}"): Policy.KEY,
     ("POST", "/tokenize"): Policy.METERED,
     ("POST", "/detokenize"): Policy.METERED,
 }

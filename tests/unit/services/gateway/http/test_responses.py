@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
-from services.gateway.front.auth import KeyRing, hash_key
 from services.gateway.http.responses_forms import RESPONSES_UNSERVED
 from shared.errors import Overloaded, WorkerLost
 from tests.support.grammars import needs_library
@@ -41,10 +39,6 @@ class Asker:
             events = parse_named_events(await response.read())
         assert [event["sequence_number"] for event in events] == list(range(len(events)))
         return events
-
-    async def other(self, method: str, name: str, **options: Any) -> tuple[int, Any]:
-        async with self.here.session.request(method, f"{self.url}/{name}", **options) as response:
-            return response.status, await response.json()
 
 
 def said(response: Any) -> list[tuple[str, str]]:
@@ -108,16 +102,13 @@ async def test_an_answer_that_tokens_cut_short() -> None:
 
 
 async def test_a_call_that_a_stop_string_cuts_is_not_complete() -> None:
-    """Whole and streamed: nobody shall run half a call; and the conversation goes on."""
+    """Whole and streamed: nobody shall run half a call."""
     async with gateway(CALL) as here:
         _, whole = await Asker(here).ask(tools=FLAT, stop="aris")
         *_, last = await Asker(here).stream(tools=FLAT, stop="aris")
         for response in (whole, last["response"]):
             (call,) = response["output"]
             assert (call["arguments"], call["status"]) == ('{"city": "P', "incomplete")
-        here.mesh.script = saying("yes")
-        status, _ = await Asker(here).ask(previous_response_id=whole["id"], tools=FLAT)
-        assert status == 200
 
 
 async def test_spaces_before_a_call_are_no_message() -> None:
@@ -168,60 +159,6 @@ async def test_items_become_the_messages_of_a_chat() -> None:
             "system::Be brief.\nsystem::Be kind.\nuser::how is\n"
             "assistant:hm:I look.weather(A)weather(B)\ntool::sunc1\ntool::rainc2\n"
         )
-
-
-async def test_a_response_goes_on_from_the_one_before() -> None:
-    """With its input and its answer, but not its instructions; as often as one likes."""
-    async with gateway(THINKS, reasoning_parser="think") as here:
-        asker = Asker(here)
-        _, first = await asker.ask(tools=FLAT, instructions="Be brief.")
-        assert first["store"] is True
-        results = [
-            {**RESULT, "call_id": item["call_id"]} for item in first["output"] if "call_id" in item
-        ]
-        status, second = await asker.ask(results, previous_response_id=first["id"])
-        assert status == 200, second
-        calls = "".join(f"tool::sun{result['call_id']}\n" for result in results)
-        assert here.prompt == (
-            f"user::hi\nassistant:so so:I look. weather(Paris)weather(Paris)\n{calls}"
-        )
-        assert second["previous_response_id"] == first["id"]
-        events = await asker.stream("more", previous_response_id=second["id"])
-        assert here.prompt.count("assistant") == 2
-        _, told = await asker.other("GET", events[-1]["response"]["id"])
-        assert told == events[-1]["response"]
-        assert (await asker.other("DELETE", first["id"]))[1]["deleted"] is True
-        status, gone = await asker.ask("x", previous_response_id=first["id"])
-        error = gone["error"]
-        assert (status, error["code"]) == (400, "previous_response_not_found")
-        assert error["param"] == "previous_response_id"
-        assert "another gateway" in error["message"]
-        _, unkept = await asker.ask(store=False)
-        assert unkept["store"] is False
-        assert (await asker.other("GET", unkept["id"]))[0] == 404
-
-
-async def test_nothing_is_kept_where_there_is_no_memory_for_it() -> None:
-    """The answer says so."""
-    async with gateway("x", response_memory_mib=0) as here:
-        _, body = await Asker(here).ask()
-        assert body["store"] is False
-        assert (await Asker(here).other("GET", body["id"]))[0] == 404
-
-
-async def test_another_keys_response_is_not_found(tmp_path: Path) -> None:
-    """Keys of different tenants share none; two keys of one tenant do."""
-    path = tmp_path / "keys"
-    lines = [hash_key("a", "ka", "one"), hash_key("b", "kb", "one"), hash_key("c", "kc")]
-    path.write_text("\n".join(lines))
-    async with gateway("x", keys=KeyRing(path)) as here:
-        asker = Asker(here)
-        headers = {"Authorization": "Bearer ka"}
-        async with here.session.post(asker.url, json={"input": "a"}, headers=headers) as response:
-            name = (await response.json())["id"]
-        for key, status in (("kb", 200), ("kc", 404)):
-            found, _ = await asker.other("GET", name, headers={"Authorization": f"Bearer {key}"})
-            assert found == status
 
 
 @needs_library
@@ -300,7 +237,6 @@ ASK: dict[str, Any] = {"role": "user", "content": "a"}
         ({"tools": FLAT, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice.name"),
         ({"tools": FLAT, "tool_choice": {"type": "custom", "name": "x"}}, "tool_choice.type"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"previous_response_id": "resp_x"}, "previous_response_id"),
         ({"model": "gpt-9"}, "model"),
     ],
 )
