@@ -248,6 +248,10 @@ class Sender:
             self._say_abort(error)
             self._drain()
 
+    def wait_from(self, now: float) -> None:
+        """Nobody owed anything until now: a prompt may have waited its turn for long."""
+        self._progress_at = now
+
     # --- events of the peer ---
 
     def granted(self, grant: Grant, now: float) -> None:

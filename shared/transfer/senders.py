@@ -240,7 +240,10 @@ class Senders:
         # After the end of blocks' use the caller may not have looked yet; nothing is wrong.
         if sender is None or sender.is_ended:
             return []
+        is_owed = sender.deadline_at is not None
         event(sender)
+        if not is_owed:
+            sender.wait_from(now)
         self._settle(sender)
         return self._take(now)
 

@@ -393,6 +393,18 @@ def test_a_slow_step_is_no_stall():
     assert end.later(1000.0) == []
 
 
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_a_prompt_that_has_waited_long_is_no_stall(is_cached: bool) -> None:
+    """Its first KV is written before any credit can have come: patience begins with it."""
+    end = End().granted()
+    assert end.later(1000.0) == []
+    end.span(0, 4, is_cached=is_cached)
+    end.computed()
+    assert end.later(SenderTiming().stall_s - 0.1) == []
+    (effect,) = end.later(0.1)
+    assert effect.message.error.code == "stalled"
+
+
 def test_sends_that_do_not_settle_close_the_pair():
     """5 s after the abort only closing the endpoint is left; it is asked for again and again."""
     end = End().pushing(sent=1)
