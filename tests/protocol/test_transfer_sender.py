@@ -401,7 +401,7 @@ def test_a_prompt_that_has_waited_long_is_no_stall(is_cached: bool) -> None:
     end.span(0, 4, is_cached=is_cached)
     end.computed()
     assert end.later(SenderTiming().stall_s - 0.1) == []
-    (effect,) = end.later(0.1)
+    effect, _ = end.later(0.1)
     assert effect.message.error.code == "stalled"
 
 
