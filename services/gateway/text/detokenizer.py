@@ -21,6 +21,10 @@ PROMPT_TAIL = 8
 """Prompt tokens that an answer's decoder starts from, where the answer continues the prompt's text:
 decoders in the style of sentencepiece drop the space before the first word they see."""
 
+MAX_CHAR_BYTES = 4
+MAX_UNFINISHED = 2 * MAX_CHAR_BYTES
+"""Tokens without a whole character that are kept without another look."""
+
 
 class WholeTexts(dict[int, "str | None"]):
     """Texts of single tokens, found when first asked for; None: the token is no whole characters.
@@ -72,18 +76,32 @@ class ByteDetokenizer:
 
     def step(self, token_id: int) -> str:
         """Return the text that this token completes, often ''."""
-        if not self._unfinished:
-            text = self._whole[token_id]
-            if text is not None:
-                return text
+        text = self._whole[token_id]
+        if text == "" or (text is not None and not self._unfinished):
+            return text
         self._unfinished.append(token_id)
         text = self._whole.decode(self._unfinished)
-        return "" if text.endswith("\ufffd") else self._give_out(text)
+        if not text.endswith("\ufffd"):
+            return self._give_out(text)
+        return self._give_up(text) if len(self._unfinished) > MAX_UNFINISHED else ""
 
     def flush(self) -> str:
         """Return what ``step`` still holds back, with U+FFFD for what is incomplete, as in a full
         decode; call once, at the end."""
         return self._give_out(self._whole.decode(self._unfinished)) if self._unfinished else ""
+
+    def _give_up(self, text: str) -> str:
+        """Return what is no character and will be none: ``text`` but for its last tokens, where
+        these by themselves are its end. Else a run of broken bytes costs the square of its length,
+        and is not seen before it ends."""
+        ids = self._unfinished
+        for num_kept in range(1, MAX_CHAR_BYTES):
+            broken, kept = self._whole.decode(ids[:-num_kept]), ids[-num_kept:]
+            if broken + self._whole.decode(kept) == text:
+                text = self._give_out(broken)
+                self._unfinished = kept
+                return text
+        return ""
 
     def _give_out(self, text: str) -> str:
         """Return what ``text`` adds to what an unfinished prompt had said by itself."""

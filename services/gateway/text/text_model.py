@@ -77,7 +77,7 @@ class TextModel:
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._special_tokens = special_tokens
-        self._byte_of_char = _byte_alphabet() if _is_byte_level(tokenizer) else None
+        self._byte_of_char = byte_alphabet() if _is_byte_level(tokenizer) else None
         self._pieces: dict[int, TokenPiece] = {}  # bounded by the vocabulary
         self._whole = (
             {skip: WholeTexts(tokenizer, skip_special=skip) for skip in (True, False)}
@@ -254,7 +254,7 @@ def _is_byte_level(tokenizer: Tokenizer) -> bool:
     return any(part.get("type") == "ByteLevel" for part in parts)
 
 
-def _byte_alphabet() -> dict[str, int]:
+def byte_alphabet() -> dict[str, int]:
     """Character -> byte of byte-level BPE: printable Latin-1 stands for itself, the rest is moved
     to U+0100 and up.
 

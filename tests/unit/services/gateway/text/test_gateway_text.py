@@ -13,6 +13,8 @@ from tokenizers import Tokenizer, decoders, models
 
 from services.gateway.text.chat_template import ChatTemplate
 from services.gateway.text.detokenizer import (
+    MAX_CHAR_BYTES,
+    MAX_UNFINISHED,
     AnswerText,
     ByteDetokenizer,
     Detokenizer,
@@ -20,7 +22,7 @@ from services.gateway.text.detokenizer import (
     StreamDetokenizer,
     WholeTexts,
 )
-from services.gateway.text.text_model import INLINE_CHARS, TextModel
+from services.gateway.text.text_model import INLINE_CHARS, TextModel, byte_alphabet
 from shared.errors import InvalidRequest, ModelError
 from shared.model_folder import DEMO_FOLDER, ModelFolder, SpecialTokens
 from shared.request import FinishReason, SamplingParams
@@ -156,6 +158,30 @@ def test_a_text_is_looked_up_rather_than_decoded() -> None:
     detokenizer = ByteDetokenizer(whole)
     assert "".join(detokenizer.step(token_id) for token_id in ids) == "the 🦊 and"
     assert decoded == [tuple(fox[: at + 1]) for at in range(len(fox))] != []
+
+
+@given(
+    st.lists(st.integers(0x80, 0xFF), min_size=1, max_size=3), st.text(min_size=1, max_size=2)
+)
+def test_broken_bytes_are_told_as_they_come(broken: list[int], after: str) -> None:
+    """A run of them costs no more than its length, is seen before it ends, and the text of all is
+    that of a full decode."""
+    longest = 0
+
+    class Noted(WholeTexts):
+        def decode(self, token_ids: Sequence[int]) -> str:
+            nonlocal longest
+            longest = max(longest, len(token_ids))
+            return super().decode(token_ids)
+
+    chars = {byte: char for char, byte in byte_alphabet().items()}
+    data = broken * 50 + list(after.encode())
+    ids = [TOKENIZER.token_to_id(chars[byte]) for byte in data]
+    detokenizer = ByteDetokenizer(Noted(TOKENIZER, skip_special=True))
+    pieces = [detokenizer.step(token_id) for token_id in ids]
+    assert any(pieces[:12])
+    assert longest <= MAX_UNFINISHED + MAX_CHAR_BYTES
+    assert "".join(pieces) + detokenizer.flush() == TOKENIZER.decode(ids)
 
 
 def test_an_answer_finishes_the_character_that_a_prompt_began() -> None:
