@@ -137,7 +137,8 @@ class Admission:
             return [self._refused(request, error)]
         is_full = len(self._running) >= self._max_running
         has_place = not (self._queue or is_full) and self._may_run(terms.tenant)
-        queue_s = 0.0 if has_place else self._queue.num_ahead(terms.priority) * self._gap_s
+        num_ahead = 0 if has_place else self._queue.num_ahead(terms, self._may_run)
+        queue_s = num_ahead * self._gap_s
         would_be_late = self._would_be_late(request, now, queue_s=queue_s)
         if would_be_late is not None:
             return [self._refused(request, would_be_late)]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -60,14 +61,24 @@ class FairQueue:
         self._counters: dict[str, float] = {}
         self._last_left = ""
         self._arrivals = itertools.count()
-        self._num_by_priority = [0] * (MAX_PRIORITY + 1)
+        self._num_by_priority = [Counter[str]() for _ in range(MAX_PRIORITY + 1)]
 
     def __len__(self) -> int:
-        return sum(self._num_by_priority)
+        return sum(self._num_waiting.values())
 
-    def num_ahead(self, priority: int) -> int:
-        """Requests of this priority, or a higher one, that wait."""
-        return sum(self._num_by_priority[priority:])
+    def num_ahead(self, terms: Terms, may_run: Callable[[str], bool]) -> int:
+        """Requests that would be served before one more of these terms: those of a higher priority;
+        of its own, those of its tenant, and of each other tenant as many as its weight gives it
+        meanwhile. Who waits for a place of its own tenant's holds up no other."""
+        own = terms.tenant
+        equal, *higher = self._num_by_priority[terms.priority :]
+        turns = equal[own] / self._weight_of(own)
+        num = 0
+        for tenant in self._num_waiting:
+            if tenant == own or may_run(tenant):
+                most = equal[own] if tenant == own else int(turns * self._weight_of(tenant)) + 1
+                num += min(equal[tenant], most) + sum(line[tenant] for line in higher)
+        return num
 
     def counter(self, tenant: str) -> float:
         """The weighted work that a tenant was given."""
@@ -145,14 +156,14 @@ class FairQueue:
         self._counters[tenant] = max(self.counter(tenant), floor)
 
     def _enter(self, request: QueuedRequest) -> None:
-        self._num_by_priority[request.priority] += 1
+        self._num_by_priority[request.priority][request.terms.tenant] += 1
         line = self._lines[request.priority].setdefault(request.terms.tenant, [])
         heapq.heappush(line, (request.due_at, request.since, next(self._arrivals), request))
 
     def _leave_line(self, priority: int, tenant: str) -> None:
         """A request is not in this line any more. Who stood before it has gone by now, or will: so
         no line that nobody is served from grows without end."""
-        self._num_by_priority[priority] -= 1
+        self._num_by_priority[priority][tenant] -= 1
         self._first(self._lines[priority], tenant)
 
     def _first(self, lines: dict[str, _Line], tenant: str) -> QueuedRequest | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -60,7 +61,7 @@ def test_who_waits_rises() -> None:
     queue = a_queue(ageing_s=1.0)
     put(queue, "l", priority=0)
     put(queue, "h", priority=5, since=5.5)
-    assert queue.num_ahead(5) == 1
+    assert queue.num_ahead(Terms("t", 5), lambda _: True) == 1
     request = queue.pop(4.9, lambda _: True)
     assert request is not None
     assert request.key == b"h"
@@ -96,6 +97,29 @@ def test_the_tenant_with_the_least_work_is_next_by_weight() -> None:
         queue.charge(request.terms.tenant, prompt_tokens=100)
         taken += request.key.decode()
     assert (taken.count("b"), taken.count("s")) == (30, 10)
+
+
+def test_how_many_come_before() -> None:
+    """However many another tenant has waiting: of it only its turns, as many more as its weight."""
+    queue = a_queue(big=3.0)
+    for number in range(40):
+        put(queue, "b", "big", since=number)
+        put(queue, "s", "small", since=number)
+    put(queue, "h", "big", priority=4)
+    newcomer = Terms("new", 3)
+    assert queue.num_ahead(newcomer, lambda _: True) == 1 + 1 + 1
+    assert queue.num_ahead(newcomer, lambda tenant: tenant == "small") == 1
+    put(queue, "n", "new", since=50)
+    assert queue.num_ahead(newcomer, lambda _: True) == 1 + 4 + 2 + 1
+    assert queue.num_ahead(Terms("new", 4), lambda _: True) == 1
+    put(queue, "N", "new", since=51)
+    taken = ""
+    while "N" not in taken:
+        request = queue.pop(0.0, lambda _: True)
+        assert request is not None
+        queue.charge(request.terms.tenant, prompt_tokens=100)
+        taken += request.key.decode()
+    assert len(taken) - 1 == pytest.approx(8, abs=2)
 
 
 def test_who_comes_back_has_saved_nothing_up() -> None:
@@ -175,7 +199,11 @@ def test_requests_are_conserved_and_come_by_priority(data: st.DataObject) -> Non
             case _:
                 pass
         assert len(queue) == len(inside)
-        assert queue.num_ahead(0) == len(inside)
+        lowest = Terms("alone", 0, ttft_s=1.0)
+        assert queue.num_ahead(lowest, lambda _: False) == 0
+        assert queue.num_ahead(lowest._replace(tenant="a"), lambda _: False) == sum(
+            one.terms.tenant == "a" for one in inside.values()
+        )
 
 
 @given(

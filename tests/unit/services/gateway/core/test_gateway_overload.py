@@ -6,14 +6,15 @@ import time
 
 import pytest
 
-from services.gateway.core.admission import Admission, Admit
+from services.gateway.core.admission import Admission, Admit, Effect
 from services.gateway.core.fetches import Hit
 from services.gateway.core.overload import Overload, OverloadMode, ReportedSpeeds
 from services.gateway.core.sides import Sides
-from services.gateway.core.tenants import Terms
+from services.gateway.core.tenants import Tenants, Terms
 from services.gateway.core.worker import Role, WorkerStatus
 from shared.errors import WouldBeLate
 from shared.predict.step_time import StepFit
+from shared.tenants import Tenant
 from tests.support.overload_mesh import Speed
 from tests.unit.services.gateway.core.test_gateway_routing import a_worker
 
@@ -121,6 +122,37 @@ def test_the_wait_for_a_place_is_that_of_a_burst_not_of_the_quiet_before_it() ->
         assert admission.leave(key, 3600.0 + 0.1 * number) == [Admit(b"%d" % (number - 1))]
     terms = Terms(ttft_s=0.5)
     assert admission.arrive(b"late", 3600.2, terms=terms, num_tokens=100) == []
+
+
+@pytest.mark.parametrize(
+    ("places", "of_flood", "at_once"), [(4, 1, [Admit(b"late")]), (1, None, [])]
+)
+def test_a_flood_of_another_tenant_makes_nobody_late(
+    places: int, of_flood: int | None, at_once: list[Admit]
+) -> None:
+    """Its fifty requests wait for a place of their own tenant's, or have one turn before it: who
+    comes has a place at once, or soon."""
+    at = sides()
+    admission = Admission(
+        max_running=places,
+        max_waiting=99,
+        max_wait_s=99.0,
+        overload=Overload(OverloadMode.EARLY, SPEED),
+        sides=lambda: at,
+        tenants=Tenants({"flood": Tenant(max_running=of_flood)}),
+    )
+    for number in range(50):
+        admission.arrive(b"%d" % number, 0.0, terms=Terms("flood"), num_tokens=100)
+
+    def ended(number: int) -> list[Effect]:
+        admission.emitted(b"%d" % number, 1, 0.2 * number, cached_tokens=0)
+        return admission.leave(b"%d" % number, 0.2 * number)
+
+    for number in range(9):
+        ended(number)
+    terms = Terms("late", ttft_s=0.6)
+    assert admission.arrive(b"late", 1.7, terms=terms, num_tokens=100) == at_once
+    assert Admit(b"late") in at_once + ended(9) + ended(10)
 
 
 def _in_hand(overload: Overload, at: Sides, num: int, now: float) -> None:
