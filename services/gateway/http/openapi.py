@@ -67,8 +67,11 @@ def openapi_document(
     components = {name: _filled(part, known) for name, part in components.items()}
     absent: Schema = {"type": "null", "description": "Not served."}
     components["CompletionBody"]["properties"] |= dict.fromkeys(OF_MESSAGES, absent)
-    components["ContentPart"]["required"] = ["type", "text"]  # of other parts it need not be there
-    for name in ("ToolBody", "NamedTool"):  # those of other types have none, and are refused
+    # Those of other types need not have all of it, and are refused by their type.
+    components["ContentPart"]["required"] = ["type", "text"]
+    components["FlatTool"]["required"] = ["type", "name"]
+    components["FlatChoice"]["required"] = ["name"]
+    for name in ("ToolBody", "NamedTool"):
         components[name]["required"] = ["function"]
     components["TokenizeBody"]["oneOf"] = [
         _one_of("prompt", "messages"),

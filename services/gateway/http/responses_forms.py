@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from services.gateway import limits
 from services.gateway.http import field_rules as fields
@@ -99,9 +100,9 @@ class FlatTool(msgspec.Struct):
 
 
 class FlatChoice(msgspec.Struct):
-    """The one tool to call."""
+    """The one tool to call; other choices have no name, and are refused by their type."""
 
-    name: ToolName
+    name: ToolName | UnsetType = UNSET
     type: Annotated[str, fields.rule(const="function")] = "function"
 
 
@@ -210,6 +211,8 @@ def _effort(body: ResponsesBody) -> str | float | None:
 def _choice(choice: FlatChoice) -> NamedTool:
     if choice.type != "function":
         raise unsupported("tool_choice.type", "must be function")
+    if choice.name is UNSET:
+        raise limits.refusal("tool_choice.name", "is required")
     return NamedTool(NamedFunction(choice.name))
 
 

@@ -70,8 +70,9 @@ class TagFormat(msgspec.Struct):
     stop_after_first: Annotated[bool, fields.rule(const=False)] = False
 
 
-class ResponseFormat(msgspec.Struct):
-    """OpenAI's, with SGLang's and vLLM's ``structural_tag``."""
+class ResponseFormat(msgspec.Struct, rename={"schema_": "schema"}):
+    """OpenAI's, with SGLang's and vLLM's ``structural_tag``, and llama.cpp's ``schema`` where
+    OpenAI's has none."""
 
     type: Annotated[
         str, fields.rule(enum=["text", "json_object", "json_schema", "structural_tag"])
@@ -80,6 +81,7 @@ class ResponseFormat(msgspec.Struct):
     structures: list[TaggedStructure] | None = None
     triggers: list[str] | None = None
     format: TagFormat | None = None
+    schema_: JsonSchema | None = None
 
 
 class StructuredOutputs(msgspec.Struct):
@@ -155,6 +157,8 @@ def _wishes(body: StructuredFields) -> Iterator[Structure]:
 
 def _formatted(asked: ResponseFormat) -> Structure:
     match asked.type:
+        case "json_object" | "json_schema" if asked.schema_ is not None and not asked.json_schema:
+            return _json(asked.schema_, "response_format.schema")
         case "json_object":
             return _json({"type": "object"}, "response_format")
         case "json_schema":

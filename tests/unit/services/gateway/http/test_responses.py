@@ -236,6 +236,8 @@ ASK: dict[str, Any] = {"role": "user", "content": "a"}
         ({"tools": [{**FLAT[1], "parameters": {"$ref": "#"}}]}, "tools[0].parameters"),
         ({"tools": FLAT, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice.name"),
         ({"tools": FLAT, "tool_choice": {"type": "custom", "name": "x"}}, "tool_choice.type"),
+        ({"tools": FLAT, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+        ({"tools": FLAT, "tool_choice": {"type": "function"}}, "tool_choice.name"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"model": "gpt-9"}, "model"),
     ],

@@ -54,10 +54,12 @@ def refused(**fields: Any) -> InvalidRequest:
         {"guided_json": msgspec.json.encode(SCHEMA).decode()},
         {"json_schema": msgspec.json.encode(SCHEMA).decode()},
         {"structured_outputs": {"json": SCHEMA}},
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},
+        {"response_format": {"type": "json_schema", "schema": SCHEMA}},
     ],
 )
 def test_spellings_of_a_schema(fields: dict[str, Any]) -> None:
-    """OpenAI's, vLLM's old and new, SGLang's: the same structure."""
+    """OpenAI's, vLLM's old and new, SGLang's, llama.cpp's: the same structure."""
     found = wish(**fields)
     assert (found.kind, found.value) == ("json_schema", SCHEMA)
 
