@@ -198,10 +198,11 @@ class FrontDoor:
 
         Raises InvalidRequest: no number, or out of range.
         """
-        timeout_s = _number(timeout, "x-request-timeout", "seconds")
+        param = "x-request-timeout"
+        timeout_s = _number(timeout, param, "seconds")
         if timeout_s is None:
             return caller.deadline_at
-        checked = limits.checked_above_zero(timeout_s, limits.MAX_TIMEOUT_S, param="timeout")
+        checked = limits.checked_above_zero(timeout_s, limits.MAX_TIMEOUT_S, param=param)
         return caller.arrived_at + checked
 
     def model(self, name: str | None) -> ServedModel:

@@ -12,7 +12,9 @@ import json
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
+
+import msgspec
 
 from services.gateway import limits
 from services.gateway.front.answers import TextDelta, TokenCounts, open_answers
@@ -73,6 +75,7 @@ class Inference:
                 prompt = await self._front.chat_prompt(_messages(request.messages), rendering)
                 ids: Sequence[int] = prompt.token_ids
             else:
+                _require_none(request.rendering)
                 ids = await self._front.text.encode(text, add_special_tokens=special)
             return wire.TokenizeResponse(token_ids=pack_u32(ids), max_model_len=model.max_model_len)
 
@@ -206,6 +209,8 @@ class Inference:
         given = [name for name in ("text", "token_ids", "messages") if getattr(request, name)]
         if len(given) != 1:
             raise InvalidRequest("give exactly one of text, token_ids, messages", param="text")
+        if given[0] != "messages":
+            _require_none(request.rendering)
         match given[0]:
             case "token_ids":
                 ids: Sequence[int] = _column(request.token_ids, "token_ids")
@@ -240,6 +245,11 @@ def _messages(messages: Sequence[wire.ChatMessage]) -> list[dict[str, str]]:
     ]
 
 
+def _require_none(rendering: wire.Rendering | None) -> None:
+    if rendering not in (None, wire.Rendering()):
+        raise limits.refusal("rendering", "only messages are rendered", code="unsupported")
+
+
 def _rendering(given: wire.Rendering | None, *, add_special: bool = False) -> Rendering:
     if given is None:
         return Rendering(add_special_tokens=add_special)
@@ -254,12 +264,10 @@ def _rendering(given: wire.Rendering | None, *, add_special: bool = False) -> Re
 
 def _arguments(text: str) -> dict[str, Any]:
     try:
-        arguments = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise limits.refusal("chat_template_kwargs", "must be a JSON object")
-    return cast("dict[str, Any]", arguments)
+        # Not Python's reader: that takes NaN, and half characters, which no prompt can hold.
+        return msgspec.json.decode(text or "{}", type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        raise limits.refusal("chat_template_kwargs", "must be a JSON object") from None
 
 
 def _sampling(params: wire.GenerateParams) -> SamplingForm:

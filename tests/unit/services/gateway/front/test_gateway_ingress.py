@@ -185,17 +185,27 @@ async def test_messages_are_rendered_as_asked() -> None:
     refused = {
         "chat_template": wire.Rendering(chat_template="x"),
         "chat_template_kwargs": wire.Rendering(chat_template_kwargs="[]"),
+        "rendering": wire.Rendering(continue_final_message=True),
         "continue_final_message": wire.Rendering(
             continue_final_message=True, add_generation_prompt=True
         ),
     }
     for param, rendering in refused.items():
+        prompt: dict[str, Any] = {"text": "hi"} if param == "rendering" else {"messages": messages}
         with pytest.raises(InvalidRequest) as caught:
             await generate(
-                front_door(ScriptedMesh()),
-                wire.GenerateRequest(messages=messages, rendering=rendering),
+                front_door(ScriptedMesh()), wire.GenerateRequest(rendering=rendering, **prompt)
             )
         assert caught.value.param == param
+
+
+async def test_half_a_character_for_a_template_is_the_clients_fault() -> None:
+    """JSON can name it, and no prompt can hold it."""
+    rendering = wire.Rendering(chat_template="{{ x }}", chat_template_kwargs='{"x": "\\ud83d"}')
+    messages = [wire.ChatMessage(role="user", content="hi")]
+    front = front_door(ScriptedMesh(), trust_templates=True)
+    with pytest.raises(InvalidRequest):
+        await generate(front, wire.GenerateRequest(messages=messages, rendering=rendering))
 
 
 async def test_logprobs_of_answer_and_prompt() -> None:
