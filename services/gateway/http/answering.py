@@ -8,7 +8,9 @@ refusals before any work, deadlines, a client that does not read, errors in the 
 from __future__ import annotations
 
 import time
+from asyncio import to_thread
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from services.gateway.front.answers import Answers, Choice, TextDelta, open_answers
@@ -25,6 +27,11 @@ from services.gateway.http.tool_fields import ToolUse
 from services.gateway.mesh import ServedModel
 from shared.log import is_debugging
 from shared.telemetry.moments import Moment, note
+
+
+MAX_LOGPROBS_ON_LOOP = 2048
+"""So many, at about 3 us each, are written at once; a long answer has ten thousands, which would
+hold up every other answer for as long."""
 
 
 class AskedChat(NamedTuple):
@@ -89,7 +96,20 @@ async def answered(
             deltas += arrived
             call.note()
     receipts = answers.receipts() if wants.receipt else ()
-    return json_response(answer_format.body(deltas, answers.usage, receipts), headers=call.headers)
+    write = partial(answer_format.body, deltas, answers.usage, receipts)
+    is_small = _num_logprobs(choices) <= MAX_LOGPROBS_ON_LOOP
+    return json_response(write() if is_small else await to_thread(write), headers=call.headers)
+
+
+def _num_logprobs(choices: Sequence[Choice]) -> int:
+    """How many there are in answers that are over."""
+    sampling = choices[0].request.sampling
+    num = 0
+    if (top := sampling.logprobs) is not None:
+        num += (1 + top) * sum(choice.num_tokens for choice in choices)
+    if (top := sampling.prompt_logprobs) is not None:
+        num += (1 + top) * sum(len(choice.request.token_ids) for choice in choices)
+    return num
 
 
 async def _stream(

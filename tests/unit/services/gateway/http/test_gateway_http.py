@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from services.gateway.front.auth import KeyRing, hash_key
 from services.gateway.http.door import HttpDoor
+from services.gateway.http.openai_answers import AnswerFormat
 from services.gateway.http.page_files import page_routes
 from services.gateway.http.server import Policy
 from shared.version import VERSION
@@ -234,6 +236,24 @@ async def test_chat_logprobs_have_tokens_bytes_and_alternatives() -> None:
     assert entries[0]["top_logprobs"] == [
         {"token": "the", "logprob": -0.25, "bytes": [116, 104, 101]}
     ]
+
+
+async def test_many_logprobs_are_written_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a long answer would hold up all others."""
+    write, is_beside = AnswerFormat.body, list[bool]()
+
+    def noted(own: AnswerFormat, *answer: Any) -> bytes:
+        is_beside.append(threading.current_thread() is not threading.main_thread())
+        return write(own, *answer)
+
+    monkeypatch.setattr(AnswerFormat, "body", noted)
+    async with gateway(ScriptedMesh(saying("the " * 200))) as client:
+        for top in (1, 20):
+            fields = {"messages": HI, "logprobs": True, "top_logprobs": top}
+            body = await client.post("/v1/chat/completions", fields)
+            assert len(body["choices"][0]["logprobs"]["content"]) == 202
+        await client.post("/v1/completions", {"prompt": "the " * 99, "echo": True, "logprobs": 20})
+    assert is_beside == [False, True, True]
 
 
 @pytest.mark.parametrize("stream", [False, True])

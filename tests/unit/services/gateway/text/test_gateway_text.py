@@ -160,9 +160,7 @@ def test_a_text_is_looked_up_rather_than_decoded() -> None:
     assert decoded == [tuple(fox[: at + 1]) for at in range(len(fox))] != []
 
 
-@given(
-    st.lists(st.integers(0x80, 0xFF), min_size=1, max_size=3), st.text(min_size=1, max_size=2)
-)
+@given(st.lists(st.integers(0x80, 0xFF), min_size=1, max_size=3), st.text(min_size=1, max_size=2))
 def test_broken_bytes_are_told_as_they_come(broken: list[int], after: str) -> None:
     """A run of them costs no more than its length, is seen before it ends, and the text of all is
     that of a full decode."""
