@@ -301,7 +301,7 @@ class Connection(BaseProtocol):
     def head(self, request: HttpRequest, status: int, headers: Mapping[str, str]) -> bytes:
         """Return the head of a response, with what its connection and its origin ask for."""
         whole = dict(headers)
-        if not request.has_arrived:
+        if not request.has_arrived or "Connection" in whole:
             request.is_last = True
         if request.is_last:
             self._is_over = True

@@ -16,7 +16,7 @@ import msgspec
 
 from services.gateway import limits
 from services.gateway.http.bodies import ErrorBody
-from shared.errors import InvalidRequest, MeshError, TooLarge
+from shared.errors import InvalidRequest, MeshError, ShuttingDown, TooLarge
 from shared.rpc.status import row_of
 
 _STATUS_LINES = {
@@ -73,6 +73,8 @@ def error_response(
     if error.retry_after_s > 0:
         own["Retry-After"] = str(math.ceil(error.retry_after_s))
     status = status or row_of(error).http
+    if isinstance(error, ShuttingDown):
+        own["Connection"] = "close"  # a client's next one may lead to a gateway that stays
     if status == 401:
         own["WWW-Authenticate"] = "Bearer"
     return json_response(error_body(error), headers=own, status=status)
