@@ -28,7 +28,6 @@ from services.gateway.mesh import ServedModel
 from shared.log import is_debugging
 from shared.telemetry.moments import Moment, note
 
-
 MAX_LOGPROBS_ON_LOOP = 2048
 """So many, at about 3 us each, are written at once; a long answer has ten thousands, which would
 hold up every other answer for as long."""
