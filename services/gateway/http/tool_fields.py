@@ -14,7 +14,7 @@ from msgspec import UNSET, UnsetType
 from services.gateway import limits
 from services.gateway.http import field_rules as fields
 from services.gateway.text.grammars import Structure
-from services.gateway.text.schemas import schema_fault
+from services.gateway.text.schemas import moved, schema_fault
 from services.gateway.text.tool_families import Family
 
 MAX_TOOLS = 128
@@ -225,20 +225,6 @@ def _json(schema: dict[str, Any], places: Mapping[str, str]) -> Structure:
     return Structure(kind="json_schema", value=schema, param="tools", places=places)
 
 
-def _moved(schema: Any, root: str) -> Any:
-    """Return a schema whose references begin at another place."""
-    if isinstance(schema, list):
-        return [_moved(one, root) for one in cast("list[Any]", schema)]
-    if not isinstance(schema, dict):
-        return schema
-    return {
-        key: root + value[1:]
-        if key == "$ref" and isinstance(value, str) and value.startswith("#")
-        else _moved(value, root)
-        for key, value in cast("dict[str, Any]", schema).items()
-    }
-
-
 def _calls(
     functions: Mapping[str, FunctionBody],
     bounds: dict[str, int] | None,
@@ -246,7 +232,7 @@ def _calls(
 ) -> Structure:
     """A list of calls; without bounds one call. alone: or this."""
     roots = {
-        f"f{idx}": _moved(one.schema, f"#/$defs/f{idx}")
+        f"f{idx}": moved(one.schema, f"#/$defs/f{idx}")
         for idx, one in enumerate(functions.values())
     }
     places = {f".$defs.f{idx}": place for idx, place in enumerate(functions)}
@@ -263,7 +249,7 @@ def _calls(
         for idx, one in enumerate(functions.values())
     ]
     if alone is not None:
-        roots["alone"] = _moved(alone.value, "#/$defs/alone")
+        roots["alone"] = moved(alone.value, "#/$defs/alone")
         places[".$defs.alone"] = alone.param
         choices.append({"$ref": "#/$defs/alone"})
     schema: dict[str, Any] = {"anyOf": choices}

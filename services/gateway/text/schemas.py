@@ -127,6 +127,30 @@ def for_library(schema: Any, *, has_names: bool = False) -> Any:
     return kept
 
 
+def moved(schema: Any, root: str, *, has_names: bool = False) -> Any:
+    """Return a schema as a part of another, at ``root``: references to its beginning lead there,
+    but for those to a beginning that has a name.
+
+    has_names: see ``_keywords``.
+    """
+    if isinstance(schema, list):
+        return [moved(one, root) for one in cast("list[Any]", schema)]
+    if not isinstance(schema, dict):
+        return schema
+    parts = cast("dict[str, Any]", schema)
+    if not has_names and isinstance(parts.get("$id"), str):
+        return parts
+    kept: dict[str, Any] = {}
+    for key, value in parts.items():
+        if has_names or key not in _VALUES | {"$ref"}:
+            kept[key] = moved(value, root, has_names=not has_names and key in _NAMED)
+        elif key == "$ref" and isinstance(value, str) and re.match("#(/|$)", value):
+            kept[key] = root + value[1:]
+        else:
+            kept[key] = value
+    return kept
+
+
 def _asks_for_nothing(key: str, value: Any) -> bool:
     if key == "format":
         return isinstance(value, str) and value not in _FORMATS

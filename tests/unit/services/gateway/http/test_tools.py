@@ -215,6 +215,33 @@ async def test_a_call_that_must_come() -> None:
 
 
 @needs_library
+@pytest.mark.parametrize(
+    ("more", "schema", "value"),
+    [
+        ({"$defs": {"x": {"const": 1}}}, {"$ref": "#/$defs/x"}, "1"),
+        ({"$defs": {"x": {"const": 1}}, "$id": "https://a/b"}, {"$ref": "#/$defs/x"}, "1"),
+        ({"$defs": {"x": {"const": 1, "$anchor": "one"}}}, {"$ref": "#one"}, "1"),
+        ({}, {"const": {"$ref": "#/a"}}, '{"$ref": "#/a"}'),
+    ],
+)
+async def test_references_of_a_tool_lead_where_they_did(
+    more: dict[str, Any], schema: dict[str, Any], value: str
+) -> None:
+    """Its schema is a part of the list's; a value is no reference, whatever it looks like."""
+    parameters = {
+        **more,
+        **{"properties": {"const": schema}, "required": ["const"], "additionalProperties": False},
+    }
+    function = {"name": "f", "parameters": parameters}
+    async with gateway("[]") as here:
+        status, body = await here.ask(tools=[{"function": function}], tool_choice="required")
+        assert status == 200, body
+        state = matcher(byte_tokenizer_once(), here.mesh.requests[-1].sampling.grammar)
+    answer = f'[{{"name": "f", "parameters": {{"const": {value}}}}}]'
+    assert state.validate_tokens(list(answer.encode())) == len(answer)
+
+
+@needs_library
 async def test_strict_tools_follow_their_schema() -> None:
     """With tool_choice auto: text is free until a call begins. Of other families by name."""
     strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
