@@ -278,7 +278,7 @@ def test_nesting_is_bounded_exactly() -> None:
 
 def test_brackets_in_strings_and_width_are_not_depth() -> None:
     """A flat body with many brackets is no deep one."""
-    chat(x="[{" * 1000 + '\\"]' * 7, y=[[{}]] * 1000)
+    chat(x="[{" * 1000 + '\\"]' * 7, y=[[{}]] * 1000, z=["\\", "[" * 99, '\\\\"', "{" * 99])
 
 
 JSON = st.recursive(
