@@ -35,6 +35,9 @@ from services.gateway.http.unserved_fields import (
     with_unserved,
 )
 
+_KEEP_ALL = {"type": "clear_thinking_20251015", "keep": "all"}
+"""What Claude Code sends with each request that may think."""
+
 MESSAGES_UNSERVED: dict[str, Unserved] = {
     "max_completion_tokens": Unserved("use max_tokens"),
     **dict.fromkeys(("n", "best_of"), Unserved("there is one answer", (1,))),
@@ -47,7 +50,9 @@ MESSAGES_UNSERVED: dict[str, Unserved] = {
     "top_logprobs": Unserved("use logprobs of /v1/chat/completions", (0,)),
     "container": Unserved("no code of a client runs here"),
     "mcp_servers": Unserved("tools are called by the client", ([],)),
-    "context_management": Unserved("send what the model shall read", ({}, {"edits": []})),
+    "context_management": Unserved(
+        "send what the model shall read", ({}, {"edits": []}, {"edits": [_KEEP_ALL]})
+    ),
     "diagnostics": Unserved("usage tells how much of a prompt was cached", ({},)),
     "inference_geo": Unserved("a request does not say where it runs"),
     "thread": Unserved("no conversation is kept here: send all messages"),

@@ -53,7 +53,8 @@ RESPONSES_UNSERVED: dict[str, Unserved] = {
         Unserved("no conversation is kept here: send all of it as input"),
     ),
     "prompt": Unserved("no prompts are kept here: send input and instructions"),
-    "include": Unserved("the answer has no such part", ([],)),
+    # Thinking is in the answer as it is, and is read when it comes back.
+    "include": Unserved("the answer has no such part", ([], ["reasoning.encrypted_content"])),
     "max_tool_calls": Unserved("tools are called by the client, which can count"),
     "truncation": Unserved("use truncate_prompt_tokens", ("disabled",)),
     "logprobs": Unserved("use /v1/chat/completions", (False,)),

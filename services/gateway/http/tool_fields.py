@@ -18,7 +18,8 @@ from services.gateway.text.schemas import moved, schema_fault
 from services.gateway.text.tool_families import Family
 
 MAX_TOOLS = 128
-NAME_PATTERN = r"[A-Za-z0-9_.-]{1,64}"
+NAME_PATTERN = r"[A-Za-z0-9_.-]{1,128}"
+"""Anthropic's limit; OpenAI's is 64, which names of MCP's tools exceed."""
 
 _NAME = re.compile(NAME_PATTERN)
 _OF_NO_PARAMETERS = {"type", "properties", "required", "title", "description", "$schema"}
@@ -210,7 +211,7 @@ def _checked(tool: ToolBody, param: str) -> FunctionBody:
     function = _of_type_function(tool, tool.function, param)
     if _NAME.fullmatch(function.name) is None:
         raise limits.refusal(
-            f"{param}.function.name", "must be 1 to 64 characters of A-Z a-z 0-9 . _ -"
+            f"{param}.function.name", "must be 1 to 128 characters of A-Z a-z 0-9 . _ -"
         )
     fault = schema_fault(function.parameters) if function.parameters is not None else None
     if fault is not None:

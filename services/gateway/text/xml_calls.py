@@ -20,7 +20,7 @@ from urllib.parse import unquote
 from services.gateway.text.schemas import as_list
 from services.gateway.text.tool_calls import Said, ToolParser, num_begun, read_json
 
-MAX_HEAD = 128
+MAX_HEAD = 256
 """Longest beginning of a call, up to the end of its name: what is longer is text."""
 
 _TEXT = frozenset({"string"})

@@ -333,7 +333,10 @@ async def test_fields_of_a_chat_are_served_here_too() -> None:
     """What a chat takes beside its messages does the same; what says nothing is let through."""
     async with gateway("hello and the end") as here:
         fields = {"seed": 7, "top_k": 3, "temperature": 0.5, "min_p": 0.25, "include_receipt": True}
-        harmless = {"metadata": {"user_id": "x"}, "service_tier": "auto", "speed": "standard"}
+        harmless = {
+            **{"metadata": {"user_id": "x"}, "service_tier": "auto", "speed": "standard"},
+            "context_management": {"edits": [{"keep": "all", "type": "clear_thinking_20251015"}]},
+        }
         _, body = await MessagesAsker(here).ask(**fields, **harmless)
         sampling = here.mesh.requests[-1].sampling
         assert (sampling.seed, sampling.top_k, sampling.min_p) == (7, 3, 0.25)

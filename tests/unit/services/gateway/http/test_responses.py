@@ -17,6 +17,7 @@ from tests.unit.services.gateway.http.test_tools import CALL, CLOCK, WEATHER, Ga
 
 PATH = "/v1/responses"
 FLAT: list[dict[str, Any]] = [{"type": "function", **tool["function"]} for tool in (WEATHER, CLOCK)]
+ENCRYPTED = "reasoning.encrypted_content"
 RESULT = {"type": "function_call_output", "output": "sun"}
 
 
@@ -239,6 +240,7 @@ ASK: dict[str, Any] = {"role": "user", "content": "a"}
         ({"tools": FLAT, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
         ({"tools": FLAT, "tool_choice": {"type": "function"}}, "tool_choice.name"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"include": [ENCRYPTED, "message.output_text.logprobs"]}, "include"),
         ({"model": "gpt-9"}, "model"),
     ],
 )
@@ -265,7 +267,8 @@ async def test_fields_of_a_chat_are_served_here_too() -> None:
         assert said(body) == [("message", "hello ")]
         assert body["receipt"]["ttft_s"] == 0.5
         assert body["temperature"] == 0.5
-        await Asker(here).ask(reasoning={"effort": "none"})
+        for fields in ({"reasoning": {"effort": "none"}}, {"include": [ENCRYPTED]}):
+            assert (await Asker(here).ask(**fields))[0] == 200
         *_, last = await Asker(here).stream(stream_options={"include_receipt": True})
         assert last["response"]["receipt"]["is_over"]
 

@@ -42,6 +42,7 @@ WEATHER = {
 }
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+LONG = "mcp__a-server_of_mine__" + "x" * 105
 NAMED_WEATHER = {"type": "function", "function": {"name": "weather"}}
 NAMED = {"type": "function", "function": {"name": "clock"}}
 
@@ -161,6 +162,30 @@ async def test_a_call_whose_arguments_have_no_types(family: str) -> None:
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
     assert cut["choices"][0]["finish_reason"] == "stop"
     assert (status, refused["error"]["code"]) == (400, "unsupported")
+
+
+@pytest.mark.parametrize(
+    ("family", "call"),
+    [
+        ("hermes", '<tool_call>{"name": "NAME", "arguments": {}}</tool_call>'),
+        ("mistral", "[TOOL_CALLS]NAME{}"),
+        ("qwen3_coder", "<tool_call>\n<function=NAME>\n</function>\n</tool_call>"),
+        ("glm45", "<tool_call>NAME\n</tool_call>"),
+    ],
+)
+async def test_a_name_as_long_as_any(family: str, call: str) -> None:
+    """128 characters, as Anthropic has it: a client puts a server's name before a tool's."""
+    tool = {"function": {"name": LONG, "parameters": {"type": "object", "properties": {}}}}
+    async with gateway(call.replace("NAME", LONG), tool_parser=family) as here:
+        chunks = await here.stream(tools=[tool])
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    (name,) = (
+        part["function"]["name"]
+        for delta in deltas
+        for part in delta.get("tool_calls", ())
+        if "name" in part["function"]
+    )
+    assert name == LONG
 
 
 async def test_a_call_that_a_stop_string_cuts_is_no_reason_to_run_it() -> None:
@@ -370,6 +395,7 @@ def a_call(arguments: str = "{}", **more: Any) -> dict[str, Any]:
     [
         ({"tools": [WEATHER, WEATHER]}, "tools[1].function.name"),
         ({"tools": [{"function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [{"function": {"name": f"{LONG}a"}}]}, "tools[0].function.name"),
         ({"tools": [{"type": "web", "function": {"name": "a"}}]}, "tools[0].type"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [CLOCK, {"name": "a"}]}, "tools[1].function"),
