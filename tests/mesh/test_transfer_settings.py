@@ -7,7 +7,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from shared.engine.fake import FakeEngine, FakeModel, FakeTiming
+from shared.engine.fake import FakeModel, FakeTiming
 from shared.profile.machine import MachineProfile
 from shared.transfer.frames import Header, check_digest, pack_header
 from tests.support.fake_reference import fake_continuation
@@ -148,10 +148,10 @@ async def test_frames_in_device_memory_carry_a_digest_where_answers_are_exact(
         checked.append(actual)
         check_digest(due, actual)
 
-    def new_buffer(self: FakeEngine, num_bytes: int) -> DeviceMemory:
+    def new_buffer(num_bytes: int) -> DeviceMemory:
         return np.zeros(num_bytes, np.uint8).view(DeviceMemory)
 
-    monkeypatch.setattr(FakeEngine, "new_buffer", new_buffer)
+    monkeypatch.setattr("tests.support.worker_mesh.new_buffer", new_buffer)
     monkeypatch.setattr("shared.worker.pusher.pack_header", pack)
     monkeypatch.setattr("shared.worker.receiver.check_digest", check)
     prompt = a_prompt(130)

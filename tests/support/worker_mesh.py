@@ -10,10 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import mmap
 import random
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from shared.address import Address
 from shared.config import DecodeConfig, PrefillConfig
@@ -162,6 +165,16 @@ def a_prompt(num_tokens: int, seed: int = 0) -> list[int]:
     return [source.randrange(1, MODEL.vocab_size) for _ in range(num_tokens)]
 
 
+def random_bytes_of(source: random.Random) -> Callable[[int], bytes]:
+    """Long ones, of which only canaries are, repeat: 4 MiB would take longer than the mesh."""
+    return lambda num: (source.randbytes(min(num, 64)) * -(-num // 64))[:num]
+
+
+def new_buffer(num_bytes: int) -> Any:
+    """Zeros that nobody has written: of a worker's 64 MiB of staging few pages are ever used."""
+    return np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
+
+
 def virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
     """Run an async test under virtual time."""
 
@@ -199,6 +212,7 @@ async def launch_worker(
     engine = engine_kind(
         model=model, num_blocks=num_blocks, block_size=block_size, timing=timing or FakeTiming()
     )
+    engine.new_buffer = new_buffer
     transport = await fabric.open()
 
     async def new_transport() -> Any:
@@ -208,7 +222,7 @@ async def launch_worker(
         network=network.at(host),
         new_transport=new_transport,
         compute=VirtualCompute,
-        random_bytes=randomness.randbytes,
+        random_bytes=random_bytes_of(randomness),
         profile=profile,
         new_thread=VirtualThread,
     )
