@@ -52,18 +52,21 @@ def texts(path: Path) -> Iterator[tuple[int, str]]:
             yield token.start[0], token.string
 
 
+def unknown(text: str) -> list[str]:
+    """What a text names and nobody has."""
+    return [
+        *(it for it in NAMED.findall(text) if it not in ENDS and not it.startswith(ELSEWHERE)),
+        *(dotted for dotted in MODULE.findall(text) if not is_known(dotted.split("."))),
+        *(f"{it}.{of}" for it, of in SEE.findall(text) if f"{it}.py" not in ENDS and of != "py"),
+    ]
+
+
 def missing(path: Path) -> Iterator[str]:
-    """What a module names and nobody has."""
-    for line, text in texts(path):
-        for name in NAMED.findall(text):
-            if name not in ENDS and not name.startswith(ELSEWHERE):
-                yield f"{path.relative_to(ROOT)}:{line}: {name}"
-        for dotted in MODULE.findall(text):
-            if not is_known(dotted.split(".")):
-                yield f"{path.relative_to(ROOT)}:{line}: {dotted}"
-        for module, name in SEE.findall(text):
-            if f"{module}.py" not in ENDS and name != "py":
-                yield f"{path.relative_to(ROOT)}:{line}: {module}.{name}"
+    """What a module's docstrings and comments name and nobody has; most have no such name anywhere,
+    and need not be parsed."""
+    if unknown(path.read_text()):
+        for line, text in texts(path):
+            yield from (f"{path.relative_to(ROOT)}:{line}: {name}" for name in unknown(text))
 
 
 def is_known(parts: list[str]) -> bool:
