@@ -359,11 +359,8 @@ async def test_an_ordinary_decode_worker_computes_no_prompts() -> None:
 
 @pytest.mark.parametrize("seed", few(range(4), 0))
 def test_in_a_storm_of_faults_every_answer_is_exact_or_a_typed_error(seed: int) -> None:
-    """Kills, partitions, hang-ups and joins at random times: the same seed, the same history."""
-    options = {**COLOCATED, "num_decode": 3, "num_blocks": 48, "timing": SLOW}
-    history = storm(seed, ["decode"], **options)
-    if seed == 0:  # one tells whether anything depends on more than its seed
-        assert history == storm(seed, ["decode"], **options)
+    """Kills, partitions, hang-ups and joins at random times."""
+    storm(seed, ["decode"], **COLOCATED, num_decode=3, num_blocks=48, timing=SLOW)
 
 
 async def _ask_all(mesh: WholeMesh, prompts: list[list[int]], num_tokens: int) -> list[Answer]:

@@ -68,14 +68,11 @@ class Reports:
         assert worker.reserved_blocks == status.reserved_blocks + num_blocks
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_the_sum_holds_at_every_report_of_a_storm(
-    monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
+def test_the_sum_holds_at_every_report_of_a_storm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients that hang up, workers that are killed, sessions that are lost, requests that fail
     over."""
     reports = Reports(monkeypatch)
-    storm(seed, ["prefill", "decode"], num_prefill=2, num_decode=2, num_blocks=48, timing=SLOW)
+    storm(1, ["prefill", "decode"], num_prefill=2, num_decode=2, num_blocks=48, timing=SLOW)
     assert reports.num_reports > 100
     assert reports.num_unseen > 20
 

@@ -269,15 +269,23 @@ def test_a_local_mesh_takes_each_section_for_its_role(file: Path) -> None:
         ("[mesh]\nblock_size = 1\nblock_size = 2", "is not valid TOML"),
     ],
 )  # fmt: skip
-def test_a_mistake_is_one_line_with_file_section_and_key(
-    text: str, words: str, file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Whichever service reads the file, and from whichever door."""
+def test_a_mistake_is_told_with_file_section_and_key(text: str, words: str, file: Path) -> None:
+    """And with what was meant, or may stand there."""
     file.write_text(text)
     with pytest.raises(InvalidRequest) as caught:
         read_config_file(file)
     assert words in caught.value.message
     assert str(file) in caught.value.message
+
+
+@pytest.mark.parametrize("text", ["[gateway]\nmax_runing = 3", "[mesh]\nblock_size = "])
+def test_a_mistake_is_one_line_at_every_door(
+    text: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whichever service reads the file, one that parses or does not."""
+    file.write_text(text)
+    with pytest.raises(InvalidRequest) as caught:
+        read_config_file(file)
     for command in (["gateway"], ["decode"], ["up"], ["config"]):
         assert main([*command, "--config", str(file)]) == 2
         err = capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
 from pathlib import Path
@@ -13,12 +14,12 @@ from services.cli import main
 BASH = shutil.which("bash")
 
 
-@pytest.fixture
-def script(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What ``pdmesh completion bash`` prints."""
-    assert main(["completion", "bash"]) == 0
-    path = tmp_path / "pdmesh.bash"
-    path.write_text(capsys.readouterr().out)
+    path = tmp_path_factory.mktemp("completion") / "pdmesh.bash"
+    with path.open("w") as out, contextlib.redirect_stdout(out):
+        assert main(["completion", "bash"]) == 0
     return path
 
 

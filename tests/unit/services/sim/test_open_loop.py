@@ -121,7 +121,7 @@ def test_equal_runs_are_equal_to_the_last_bit(policy: str) -> None:
     assert run(1) != run(2)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("kinds", [(1, 1, 0), (3, 2, 0), (0, 0, 2), (1, 1, 1)])
 def test_nothing_is_lost(seed: int, kinds: tuple[int, int, int]) -> None:
     """Every request ends with all its tokens in order, and every ledger is full again (that is

@@ -231,7 +231,8 @@ def test_a_fleet_is_found_and_reported(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_a_map_has_every_pair(capsys: pytest.CaptureFixture[str]) -> None:
     """More workers of a kind, more that attain; the fewest that do are named."""
-    facts = told(capsys, "map", "4", "--rate", "9", "--num-requests", "40", "--slo-ttft", "400ms")
+    load = ("--rate", "9", "--num-requests", "40", "--slo-ttft", "400ms", "--no-what-if")
+    facts = told(capsys, "map", "4", *load)
     shares = {(it["prefill"], it["decode"]): it["attainment"] for it in facts["cells"]}
     assert sorted(shares) == [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (3, 1)]
     assert shares[3, 1] > shares[1, 1]
