@@ -1,9 +1,13 @@
-"""README's walk as a newcomer sees it: its commands on a terminal of 80 columns and 24 lines."""
+"""README's walk as a newcomer sees it: its commands on a terminal of 80 columns and 24 lines, and
+its program."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import aiohttp
@@ -34,8 +38,9 @@ def commands(block: Block) -> list[list[str]]:
 
 async def test_readmes_walk_fits_a_small_terminal() -> None:
     """Each command ends well, its lines are whole, and the address that stands there is a page."""
-    blocks = [b for b in blocks_of(Path(ROOT) / "README.md") if b.mark == "run" and not b.language]
-    first, *rest = blocks
+    first, *rest = [b for b in blocks_of(Path(ROOT) / "README.md") if b.mark == "run"]
+    (program,) = (b for b in rest if b.language == "python")
+    rest.remove(program)
     assert first.detail == "stays"
     (up_command,) = commands(first)
     async with on_a_terminal(*up_command, size=SIZE, PDMESH_PORT="0") as up:
@@ -54,5 +59,8 @@ async def test_readmes_walk_fits_a_small_terminal() -> None:
                 assert "Traceback" not in terminal.shown
                 if command[0] == "top":
                     assert "…" not in terminal.shown
+        code = program.code.replace("http://127.0.0.1:8000", url)
+        said = await asyncio.to_thread(subprocess.check_output, [sys.executable, "-c", code])
+        assert program.detail.removeprefix("says ").encode() in said
         up.type("\x03")
         assert await up.ended() == 130

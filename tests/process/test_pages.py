@@ -19,7 +19,8 @@ from tests.support.pages import Block, blocks_of
 pytestmark = [pytest.mark.process, pytest.mark.ucx]
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/quickstart.md", "docs/cli.md")
+PAGES = ("docs/quickstart.md", "docs/cli.md")
+"""README's are typed on a terminal: ``test_first_walk.py``."""
 WRITTEN_URL = "http://127.0.0.1:8000"
 LIMIT_S = 200.0
 

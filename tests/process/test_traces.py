@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import signal
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
 from tests.support.otlp_collector import Collector, otlp_collector
-from tests.support.process_mesh import ProcessMesh, a_prompt, process_mesh
+from tests.support.process_mesh import Answer, ProcessMesh, a_prompt, process_mesh
 from tests.support.service_process import ServiceProcess, free_port
 
 pytestmark = [pytest.mark.process, pytest.mark.ucx]
@@ -75,77 +77,121 @@ async def bench(
             yield Bench(mesh, collector, gateway, prefill, decode)
 
 
-async def test_one_trace_goes_through_all_three_services(monkeypatch: pytest.MonkeyPatch) -> None:
+@dataclass
+class Asked:
+    """What one mesh was asked, and what the collector got of it."""
+
+    collector: Collector
+    over_http: Answer
+    over_grpc: dict[str, Any]
+    log: list[str]
+
+
+ONE, OVER_GRPC, LEFT, CUT, UNSAMPLED = map(a_trace_id, range(1, 6))
+
+
+@pytest.fixture(scope="module")
+def asked() -> Asked:
+    """Requests that their trace ids tell apart, one after the other."""
+
+    async def run() -> Asked:
+        with pytest.MonkeyPatch.context() as patch:
+            async with bench(patch) as it:
+                ask = functools.partial(it.mesh.ask, it.gateway)
+                prompt = f"The {CANARY} lives in the garden. " * 40
+                over_http = await ask(prompt, 8, headers=traceparent(ONE), logprobs=None)
+                _, over_grpc = await it.mesh.ask_grpc(
+                    it.gateway, a_prompt(100), 8, metadata=traceparent(OVER_GRPC)
+                )
+                await ask(a_prompt(70), 1000, leave_after=3, headers=traceparent(LEFT))
+                await it.mesh.home([it.gateway], [it.prefill, it.decode])
+                stop = over_http.text[len(over_http.text) // 2 :][:3]
+                cut = await ask(prompt, 1000, stop=[stop], headers=traceparent(CUT))
+                assert cut.finish_reasons == ["stop"]
+                unsampled = traceparent(UNSAMPLED, is_sampled=False)
+                for headers in (unsampled, {}, {"traceparent": "nonsense"}):
+                    await ask(a_prompt(20), 4, headers=headers)
+                await it.stopped()
+                return Asked(it.collector, over_http, over_grpc, it.gateway.log)
+
+    return asyncio.run(run())
+
+
+def test_one_trace_goes_through_all_three_services(asked: Asked) -> None:
     """The client's trace id, the right parents, every phase, and not one word of the prompt."""
-    async with bench(monkeypatch) as it:
-        prompt = f"The {CANARY} lives in the garden. " * 40
-        over_http = await it.mesh.ask(
-            it.gateway, prompt, 8, headers=traceparent(a_trace_id(1)), logprobs=None
-        )
-        _, over_grpc = await it.mesh.ask_grpc(
-            it.gateway, a_prompt(100), 8, metadata=traceparent(a_trace_id(2))
-        )
-        await it.stopped()
-        for trace_id, receipt, request in (
-            (a_trace_id(1), over_http.receipt, REQUEST),
-            (a_trace_id(2), over_grpc, "pdmesh.v1.Inference/Generate"),
+    collector = asked.collector
+    for trace_id, receipt, request in (
+        (ONE, asked.over_http.receipt, REQUEST),
+        (OVER_GRPC, asked.over_grpc, "pdmesh.v1.Inference/Generate"),
+    ):
+        spans = collector.named(trace_id)
+        assert set(spans) == (ALL_SPANS - {REQUEST}) | {request}
+        assert len(collector.trace(trace_id)) == len(spans)
+        assert [span.error for span in spans.values()] == [""] * len(spans)
+        assert spans[request].parent_id == CLIENT_SPAN
+        for name in ("queue", "route", "attempt"):
+            assert spans[name].parent_id == spans[request].span_id
+            assert spans[name].service == "pdmesh-gateway"
+        for service, phases in WORKER_PHASES.items():
+            for name in phases:
+                assert spans[name].parent_id == spans["attempt"].span_id
+                assert spans[name].service == service
+        # The ids by which receipts and logs name the workers.
+        assert spans["prefill.compute"].instance == receipt["prefill"]
+        assert spans["decode.steps"].instance == receipt["decode"]
+        assert spans["attempt"].attributes["pdmesh.prefill"] == receipt["prefill"]
+        for span in spans.values():
+            assert 0 < span.began_ns <= span.ended_ns <= spans[request].ended_ns + 10**9
+        for before, after in (
+            ("queue", "route"),
+            ("route", "attempt"),
+            ("prefill.queue", "prefill.compute"),
+            ("decode.reserve", "decode.receive"),
+            ("decode.receive", "decode.steps"),
         ):
-            spans = it.collector.named(trace_id)
-            assert set(spans) == (ALL_SPANS - {REQUEST}) | {request}
-            assert len(it.collector.trace(trace_id)) == len(spans)
-            assert [span.error for span in spans.values()] == [""] * len(spans)
-            assert spans[request].parent_id == CLIENT_SPAN
-            for name in ("queue", "route", "attempt"):
-                assert spans[name].parent_id == spans[request].span_id
-                assert spans[name].service == "pdmesh-gateway"
-            for service, phases in WORKER_PHASES.items():
-                for name in phases:
-                    assert spans[name].parent_id == spans["attempt"].span_id
-                    assert spans[name].service == service
-            # The ids by which receipts and logs name the workers.
-            assert spans["prefill.compute"].instance == receipt["prefill"]
-            assert spans["decode.steps"].instance == receipt["decode"]
-            assert spans["attempt"].attributes["pdmesh.prefill"] == receipt["prefill"]
-            for span in spans.values():
-                assert 0 < span.began_ns <= span.ended_ns <= spans[request].ended_ns + 10**9
-            for before, after in (
-                ("queue", "route"),
-                ("route", "attempt"),
-                ("prefill.queue", "prefill.compute"),
-                ("decode.reserve", "decode.receive"),
-                ("decode.receive", "decode.steps"),
-            ):
-                assert spans[before].began_ns <= spans[after].began_ns
-            push = spans["prefill.push"].attributes
-            assert push["pdmesh.bytes"] == receipt["transfer_bytes"]
-            assert push["pdmesh.lane"] == receipt["lane"]
-        about = it.collector.named(a_trace_id(1))[REQUEST].attributes
-        assert about["gen_ai.request.model"] == "fake"
-        assert about["gen_ai.operation.name"] == "text_completion"
-        assert about["gen_ai.usage.input_tokens"] == over_http.receipt["prompt_tokens"]
-        assert about["gen_ai.usage.output_tokens"] == 8
-        assert about["gen_ai.response.finish_reasons"] == ("length",)
-        assert about["http.response.status_code"] == 200
-        lines = [json.loads(line) for line in it.gateway.log if '"request"' in line]
-        logged = {line["trace_id"] for line in lines if line.get("event") == "request"}
-        assert {a_trace_id(1), a_trace_id(2)} <= logged
-        assert it.collector.received
-        assert CANARY.encode() not in it.collector.received
-        assert over_http.text.strip()[:12].encode() not in it.collector.received
+            assert spans[before].began_ns <= spans[after].began_ns
+        push = spans["prefill.push"].attributes
+        assert push["pdmesh.bytes"] == receipt["transfer_bytes"]
+        assert push["pdmesh.lane"] == receipt["lane"]
+    about = collector.named(ONE)[REQUEST].attributes
+    assert about["gen_ai.request.model"] == "fake"
+    assert about["gen_ai.operation.name"] == "text_completion"
+    assert about["gen_ai.usage.input_tokens"] == asked.over_http.receipt["prompt_tokens"]
+    assert about["gen_ai.usage.output_tokens"] == 8
+    assert about["gen_ai.response.finish_reasons"] == ("length",)
+    assert about["http.response.status_code"] == 200
+    lines = [json.loads(line) for line in asked.log if '"request"' in line]
+    logged = {line["trace_id"] for line in lines if line.get("event") == "request"}
+    assert {ONE, OVER_GRPC} <= logged
+    assert collector.received
+    assert CANARY.encode() not in collector.received
+    assert asked.over_http.text.strip()[:12].encode() not in collector.received
 
 
-async def test_a_client_that_leaves_ends_its_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_leaves_ends_its_spans(asked: Asked) -> None:
     """Its request and attempt are errors; the phase that was cut on a worker says so."""
-    async with bench(monkeypatch) as it:
-        headers = traceparent(a_trace_id(1))
-        await it.mesh.ask(it.gateway, a_prompt(70), 1000, leave_after=3, headers=headers)
-        await it.mesh.home([it.gateway], [it.prefill, it.decode])
-        await it.stopped()
-        spans = it.collector.named(a_trace_id(1))
-        assert set(spans) == ALL_SPANS
-        assert spans[REQUEST].error == spans["attempt"].error == "cancelled"
-        assert spans["decode.steps"].attributes["pdmesh.cancelled"] is True
-        assert spans["decode.steps"].error == ""
+    spans = asked.collector.named(LEFT)
+    assert set(spans) == ALL_SPANS
+    assert spans[REQUEST].error == spans["attempt"].error == "cancelled"
+    assert spans["decode.steps"].attributes["pdmesh.cancelled"] is True
+    assert spans["decode.steps"].error == ""
+
+
+def test_an_answer_cut_by_a_stop_string_is_no_failure(asked: Asked) -> None:
+    """The gateway cancels what decode still does; that is how such an answer ends."""
+    spans = asked.collector.named(CUT)
+    assert set(spans) >= {REQUEST, "attempt", "decode.steps"}
+    assert {span.error for span in spans.values()} == {""}
+
+
+def test_the_client_decides_what_is_sampled(asked: Asked) -> None:
+    """What the client's trace does not sample is not traced anywhere; what has no parent is."""
+    assert asked.collector.trace(UNSAMPLED) == []
+    roots = [span for span in asked.collector.spans if not span.parent_id]
+    assert [span.name for span in roots] == [REQUEST] * 2
+    traces = {span.trace_id for span in asked.collector.spans}
+    assert traces == {ONE, OVER_GRPC, LEFT, CUT, *(span.trace_id for span in roots)}
+    assert len(traces) == 6
 
 
 async def test_a_trace_says_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,37 +243,6 @@ async def test_a_request_for_which_there_is_no_worker_says_where_it_waited(
         assert set(spans) == {REQUEST, "queue", "route"}
         assert spans["queue"].error == ""
         assert spans["route"].error == spans[REQUEST].error == "worker_lost"
-
-
-async def test_an_answer_cut_by_a_stop_string_is_no_failure(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The gateway cancels what decode still does; that is how such an answer ends."""
-    async with bench(monkeypatch) as it:
-        whole = await it.mesh.ask(it.gateway, "a b c", 12)
-        stop = whole.text[len(whole.text) // 2 :][:3]
-        answer = await it.mesh.ask(
-            it.gateway, "a b c", 1000, stop=[stop], headers=traceparent(a_trace_id(1))
-        )
-        assert answer.finish_reasons == ["stop"]
-        await it.stopped()
-        spans = it.collector.named(a_trace_id(1))
-        assert set(spans) >= {REQUEST, "attempt", "decode.steps"}
-        assert {span.error for span in spans.values()} == {""}
-
-
-async def test_the_client_decides_what_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the client's trace does not sample is not traced anywhere; what has no parent is."""
-    async with bench(monkeypatch) as it:
-        unsampled = traceparent(a_trace_id(1), is_sampled=False)
-        await it.mesh.ask(it.gateway, a_prompt(20), 4, headers=unsampled)
-        await it.mesh.ask(it.gateway, a_prompt(20), 4)
-        await it.mesh.ask(it.gateway, a_prompt(20), 4, headers={"traceparent": "nonsense"})
-        await it.stopped()
-        assert it.collector.trace(a_trace_id(1)) == []
-        roots = [span for span in it.collector.spans if not span.parent_id]
-        assert [span.name for span in roots] == [REQUEST] * 2
-        assert len({span.trace_id for span in it.collector.spans}) == 2
 
 
 async def test_the_sampler_is_the_operators_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:
