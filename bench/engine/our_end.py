@@ -80,6 +80,9 @@ class Sink:
     def sequences_failed(self, failures: Sequence[Failure]) -> None:
         raise AssertionError(failures)
 
+    def rests(self) -> None:
+        """Nothing is left to do."""
+
     def fail_all(self, error: MeshError) -> None:
         raise error
 

@@ -291,7 +291,10 @@ class CoreWorker:
         for failure in plan.failed:
             self.handle(self._jobs_of[failure.sequence], LifeEvent.FAILED, failure.error)
         if plan.is_empty:
+            self.leases.rests(now=self.clock.now)
+            self._arm(self.leases.next_tick_at)
             return
+        self.leases.steps()
         pushes = self.ends.announce(plan)
         seconds = self.engine.step_seconds(plan.rows)
         self._stepping = plan, self.clock.now

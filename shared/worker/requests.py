@@ -390,6 +390,7 @@ class Requests:
     def announce(self, plan: StepPlan) -> Sequence[PushHandle]:
         """See ``StepSink``. A prefix found in the cache goes first, with the first row: that may
         come later than the blocks, for a step's budget depends on where the row begins."""
+        self.reservations.steps()
         if not self._prompts or not plan.num_prefill_tokens:
             return ()
         assert self._pusher is not None
@@ -456,6 +457,10 @@ class Requests:
         """See ``StepSink``."""
         for failure in failures:
             self._handle(self._by_sequence[failure.sequence], LifeEvent.FAILED, failure.error)
+
+    def rests(self) -> None:
+        """See ``StepSink``."""
+        self.reservations.rests()
 
     # --- ending ----------------------------------------------------------------------------------
 

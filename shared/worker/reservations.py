@@ -138,6 +138,15 @@ class Reservations:
         """Grant what fits now. Call whenever blocks may have come free."""
         self._perform_leases(self._leases.grant_waiting(now=loop_time()))
 
+    def steps(self) -> None:
+        """A step runs."""
+        self._leases.steps()
+
+    def rests(self) -> None:
+        """None does, as nobody is here or nobody has room."""
+        self._leases.rests(now=loop_time())
+        self._arm(self._leases.next_tick_at)
+
     def _arm(self, at: float | None) -> None:
         """See to it that ``_tick`` runs at this time or before."""
         if at is None or at == float("inf"):

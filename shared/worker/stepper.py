@@ -55,6 +55,10 @@ class StepSink(Protocol):
         """These can never run on; their blocks are free."""
         ...
 
+    def rests(self) -> None:
+        """No step runs until something changes: nobody is here, or nobody has room."""
+        ...
+
     def fail_all(self, error: MeshError) -> None:
         """Nothing will run any more."""
         ...
@@ -156,6 +160,7 @@ class Stepper:
         if plan.failed:
             self._sink.sequences_failed(plan.failed)
         if plan.is_empty:
+            self._sink.rests()
             return False
         pushes = self._sink.announce(plan)
 

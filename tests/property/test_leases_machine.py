@@ -59,7 +59,9 @@ class LeasesMachine(RuleBasedStateMachine):
                     self.granted.append(lease)
                 case Refuse(lease):
                     assert Refuse not in self.told[id(lease)]
-                    assert lease not in self.writing
+                    if lease.state in (LeaseState.GRANTED, LeaseState.OPEN):  # it gives way
+                        self.perform(self.leases.cancel(lease, GONE, now=self.now))
+                    assert lease.state in (LeaseState.RELEASED, LeaseState.ABORTING)
                 case RefuseOpen(lease):
                     # Said of those who were never opened, once: an open waits, or still comes.
                     assert lease not in self.writing
@@ -206,6 +208,14 @@ class LeasesMachine(RuleBasedStateMachine):
             self.foreign.append(table)
         self.pool.claim(claim)
         self.perform(self.leases.grant_waiting(now=self.now))
+
+    @rule(rests=st.booleans())
+    def plan(self, rests: bool) -> None:
+        """The scheduler begins a step, or nobody of its sequences has room."""
+        if rests:
+            self.leases.rests(now=self.now)
+        else:
+            self.leases.steps()
 
     @rule()
     def calm(self) -> None:

@@ -145,11 +145,13 @@ Effect = GrantLease | Refuse | RefuseOpen | AbortReceive
 class LeasePolicy:
     """Times and bounds.
 
-    open_wait_s: how long a grant waits for its OpenTransfer. growth_tokens: room beyond the prompt
-    that a grant includes. max_waiting, max_leases: bounds of what is kept.
+    open_wait_s: how long a grant waits for its OpenTransfer. stuck_s: how long nothing runs for
+    want of room until leases give way. growth_tokens: room beyond the prompt that a grant includes.
+    max_waiting, max_leases: bounds of what is kept.
     """
 
     open_wait_s: float = 5.0
+    stuck_s: float = 2.0
     growth_tokens: int = 16
     max_waiting: int = 1024
     max_leases: int = 1024

@@ -49,6 +49,7 @@ class Leases:
         self._policy = policy
         self._leases: dict[TransferKey, Lease] = {}
         self._waiting: dict[TransferKey, Lease] = {}  # first come first; each is in _leases too
+        self._stuck_at: float | None = None
         self._num_reserved_blocks = 0
         self._num_freed_blocks = 0
         self._num_joined_blocks = 0
@@ -197,6 +198,9 @@ class Leases:
                 effects += self._refuse(lease, _no_blocks())
             elif lease.state is LeaseState.GRANTED and lease.expires_at <= now:
                 effects += self._refuse(lease, LeaseLost("prefill sent nothing", code="unopened"))
+        if self._stuck_at is not None and self._stuck_at <= now:
+            self._stuck_at = None
+            effects += self._give_way()
         return effects + self.grant_waiting(now=now)
 
     def grant_waiting(self, *, now: float) -> list[Effect]:
@@ -213,10 +217,38 @@ class Leases:
             effects.append(self._grant(lease, now))
         return effects
 
+    def steps(self) -> None:
+        """A step runs here."""
+        self._stuck_at = None
+
+    def rests(self, *, now: float) -> None:
+        """None does: nobody is here, or nobody has room.
+
+        The latter may last where workers do both: prompts here wait for room that leases hold, and
+        these for prompts that wait elsewhere, for room that leases of prompts here hold. If it
+        does, leases give way.
+        """
+        if self._stuck_at is None and self._pool.num_lacking:
+            self._stuck_at = now + self._policy.stuck_s
+
+    def _give_way(self) -> list[Effect]:
+        """The newest leases go, as many as hold what is lacking: their requests are tried again.
+
+        No NoBlocks: for that a request waits but once.
+        """
+        error = Overloaded("the room was needed for what had come before", code="gave_way")
+        effects: list[Effect] = []
+        num_lacking = self._pool.num_lacking
+        for lease in reversed(self._leases.values()):
+            if num_lacking > 0 and lease.state in (LeaseState.GRANTED, LeaseState.OPEN):
+                num_lacking -= len(lease.block_table)
+                effects.append(Refuse(lease, error))
+        return effects
+
     @property
     def next_tick_at(self) -> float | None:
         """When ``tick`` has something to expire; None = never."""
-        due: list[float] = []
+        due: list[float] = [] if self._stuck_at is None else [self._stuck_at]
         for lease in self._leases.values():
             if lease.state is LeaseState.WAITING:
                 due.append(lease.give_up_at)

@@ -15,6 +15,7 @@ import pytest
 
 from services.gateway.core.overload import OverloadMode
 from services.gateway.core.pools import Pool, home_of
+from services.gateway.core.sides import Places, RouteRequest, RoutingPolicy, Sides
 from services.gateway.core.tenants import Terms
 from services.sim.mesh import CoreAnswer, CoreMesh
 from shared.errors import InvalidRequest, WorkerLost, WouldBeLate
@@ -187,6 +188,41 @@ def test_a_role_move_in_mid_answer() -> None:
     assert {answer.decisions[0].decode for answer in after} == {staying.incarnation}
     require_exact(before, max_tokens=60)
     for answer in (during, *after):
+        require_exact(answer, max_tokens=4)
+    require_nothing_left(mesh)
+
+
+class _ThereAndBack(RoutingPolicy):
+    """One request for each of two workers alone, then from either to the other in turn; what is
+    tried again goes where it may."""
+
+    name = "there and back"
+    moves_roles = True
+    memory = 0
+
+    def choose(self, request: RouteRequest, sides: Sides, *_: object) -> Places:
+        if request.avoid:
+            return 0, sides.partners_of(0)[0]
+        self.memory += 1
+        prefill = self.memory % 2
+        return prefill, prefill if self.memory <= 2 else 1 - prefill
+
+
+def test_workers_that_wait_for_each_other_s_room_go_on() -> None:
+    """Both have promised nearly all their room before the other's prompts got any: none can be
+    computed, until the newest promises give way; those requests are tried again."""
+    mesh = core_mesh(policy="splitwise", num_blocks=26)
+    workers = [mesh.start(role, serves_both=True) for role in ("prefill", "decode")]
+    mesh.settle()
+    mesh.router.policy = _ThereAndBack()
+    answers = [mesh.ask((number,), max_tokens=4) for number in range(2)]
+    mesh.run(lambda: all(it.num_answers for it in workers))
+    answers += [mesh.ask((*PROMPT, number), max_tokens=4) for number in range(4)]
+    mesh.run(over(*answers[:2]))
+    assert [it.leases.statistics().num_open for it in workers] == [2, 2]
+    mesh.run(over(*answers))
+    assert 2 < mesh.clock.now < 4
+    for answer in answers:
         require_exact(answer, max_tokens=4)
     require_nothing_left(mesh)
 

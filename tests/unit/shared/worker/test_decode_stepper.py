@@ -65,6 +65,9 @@ class _Sink:
         """Never here."""
         raise AssertionError(failures)
 
+    def rests(self) -> None:
+        """Nobody waits for room."""
+
     def fail_all(self, error: MeshError) -> None:
         """The last word."""
         self.error = error

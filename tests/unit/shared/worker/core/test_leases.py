@@ -308,6 +308,30 @@ def test_an_open_lease_has_no_clock(desk: Desk) -> None:
 # --- ending -------------------------------------------------------------------------------------
 
 
+def test_leases_give_way_where_nothing_runs_for_want_of_room(desk: Desk) -> None:
+    """Two seconds later, the newest first, and no more than are needed; what waits for KV goes by
+    its transfer's end."""
+    leases = desk.leases
+    kept, newest = desk.opened(0), desk.opened(1)
+    granted, _ = desk.reserve(2, now=1.0)
+    desk.pool.claim(5)
+    leases.rests(now=1.0)
+    leases.steps()
+    assert leases.next_tick_at == granted.expires_at
+    leases.rests(now=2.0)
+    leases.rests(now=3.0)
+    assert leases.next_tick_at == 4.0
+    assert leases.tick(now=3.9) == []
+    effects = leases.tick(now=4.0)
+    assert [(type(it), it.lease) for it in effects] == [(Refuse, granted), (Refuse, newest)]
+    for lease in (granted, newest):
+        leases.cancel(lease, GONE, now=4.0)
+    leases.settled(newest, now=4.0)
+    leases.rests(now=4.0)  # there is room now
+    assert leases.next_tick_at is None
+    leases.release(kept, now=4.0)
+
+
 def test_joining_hands_the_blocks_over(desk: Desk) -> None:
     """The sequence owns them, knows its first token, and needs one decode row."""
     lease = desk.opened(prompt=7)
