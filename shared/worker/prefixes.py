@@ -133,10 +133,16 @@ class PrefixFetches:
 
 class PrefixSource:
     """Sends what other workers pull: the ``on_pull`` of the pusher. Blocks are held while they are
-    read, and no longer: no clock has to free them."""
+    read, and no longer: no clock has to free them.
 
-    def __init__(self, pool: BlockPool, pusher: Pusher, on_release: Callable[[], None]) -> None:
+    shares: False = it is asked all the same, for gateways know no such setting, and has nothing.
+    """
+
+    def __init__(
+        self, pool: BlockPool, pusher: Pusher, on_release: Callable[[], None], *, shares: bool
+    ) -> None:
         self._pool = pool
+        self._shares = shares
         self._pusher = pusher
         self._on_release = on_release
         self._tables: dict[PushHandle, BlockTable] = {}
@@ -145,7 +151,7 @@ class PrefixSource:
         """A sink asks for the KV of these tokens: send what there is, if only the word that there
         is nothing."""
         chain = self._pool.new_chain(pull.salt)
-        table = self._pool.pin(chain, pull.token_ids)
+        table = self._pool.pin(chain, pull.token_ids if self._shares else ())
         try:
             handle = self._pusher.begin(
                 pull.key,

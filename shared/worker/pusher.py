@@ -239,8 +239,11 @@ class Pusher:
     """All transfers of this source; the ``LinkUser`` of its ``PairTable``.
 
     One per process. ``run`` owns every task and must be running before the first link is up. core,
-    perform: for its handles, which tell the core what the step loop tells them.
+    perform: for its handles, which tell the core what the step loop tells them. on_pull: a sink
+    asks for a prefix; set before any link is up.
     """
+
+    on_pull: Callable[[PairLink, Pull], None]
 
     def __init__(
         self,
@@ -274,7 +277,6 @@ class Pusher:
         self._effects: EffectLoop[SenderEffect] = EffectLoop(self.core, self._do)
         self.perform = self._effects.perform
         self._tasks: asyncio.TaskGroup | None = None
-        self.on_pull: Callable[[PairLink, Pull], None] = _refuse_pull
 
     async def run(self) -> None:
         """Work until cancelled; then every transfer ends with ShuttingDown."""
@@ -445,10 +447,6 @@ def _refine_speed(link: PairLink, num_bytes: int, took_s: float) -> None:
     # Small frames measure latency, not speed.
     if num_bytes >= DEFAULT_GROUP_BYTES and took_s > 0:
         link.bytes_per_s += _SPEED_WEIGHT * (num_bytes / took_s - link.bytes_per_s)
-
-
-def _refuse_pull(link: PairLink, pull: Pull) -> None:
-    link.close("a worker that shares no prefixes was asked for one")
 
 
 def _look_at(ended: asyncio.Future[PushStats]) -> None:

@@ -279,6 +279,10 @@ class MeshWorker:
                 profile=profile,
                 has_digest=config.exact or None,
             )
+            self.prefix_source = PrefixSource(
+                self.pool, self.pusher, self.requests.blocks_freed, shares=shares
+            )
+            self.pusher.on_pull = self.prefix_source.pulled
         if self.launch.pushes:
             self._open_door(PromptDoor)
         if self.launch.receives or shares:
@@ -326,10 +330,7 @@ class MeshWorker:
         return max(2, num // 2) if for_prefixes else num
 
     def _share_prefixes(self) -> PrefixFetches:
-        assert self.pusher is not None
         assert self.receiver is not None
-        self.prefix_source = PrefixSource(self.pool, self.pusher, self.requests.blocks_freed)
-        self.pusher.on_pull = self.prefix_source.pulled
         return PrefixFetches(
             self.requests.take_prefix,
             self.requests.cancel,

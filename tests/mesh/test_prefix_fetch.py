@@ -144,6 +144,20 @@ async def test_without_a_pair_or_in_vain_the_prompt_is_computed() -> None:
 
 
 @virtual_time
+async def test_who_shares_nothing_but_takes_prompts_says_so() -> None:
+    """A worker that may be either, without prefixes to give, is asked: it has nothing, and the KV
+    that crosses the pair meanwhile arrives."""
+    shares_not = {"movable": True, "share_prefixes": False}
+    async with worker_mesh(prefill_blocks=128, decode_blocks=256, decode=shares_not) as mesh:
+        mesh.fabric.settings = LoopbackSettings(latency_s=0.0005, bytes_per_s=1e6)
+        other = mesh.start(a_prompt(500, seed=5))
+        await other.until(lambda it: it.token)
+        token = await answered(mesh.start(PROMPT, prefix=source(mesh.decodes[0], 500)), PROMPT)
+        assert (token.cached_tokens, token.fetched_tokens) == (0, 0)
+        assert await other.finished() == expected(a_prompt(500, seed=5), 8)
+
+
+@virtual_time
 async def test_others_go_on_while_a_prompt_waits_for_its_prefix() -> None:
     """A prompt whose prefix is on its way keeps its place and holds nobody up; if it does not come
     in time, it is computed."""
