@@ -63,6 +63,10 @@ class UcxSettings:
             # silently.
             "UCX_MM_ERROR_HANDLING": "y",
             "UCX_KEEPALIVE_INTERVAL": f"{round(self.keepalive_interval_s * 1000)}ms",
+            # UCX's own default waits in connect() on the thread that moves everybody's KV: two
+            # minutes, if a firewall drops what goes there. And 1.21 ends the process if a peer
+            # resets such a connection before its first message.
+            "UCX_TCP_CONN_NB": "y",
             "UCX_TCP_TX_SEG_SIZE": str(self.tcp_segment_bytes),
             "UCX_TCP_RX_SEG_SIZE": str(self.tcp_segment_bytes),
             "UCX_RNDV_THRESH": "8192",

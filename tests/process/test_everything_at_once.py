@@ -10,22 +10,18 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
 import pytest
 
-from tests.support.any_request import a_request
+from tests.support.any_request import a_request, ask_all
 from tests.support.grammars import needs_library
 from tests.support.process_mesh import ProcessMesh, process_mesh
 from tests.support.service_process import ServiceProcess
 
 pytestmark = [pytest.mark.process, pytest.mark.ucx, needs_library]
-
-AT_ONCE = 10
-ANSWERED_WITHIN_S = 120.0
 
 
 class Mesh(NamedTuple):
@@ -45,37 +41,6 @@ MESHES = {
     ),
     "together": Mesh(("decode",) * 3, {"colocated": True}, {}, True),
 }
-
-
-def told(body: dict[str, Any]) -> Any:
-    """Return what of an answer may not differ: all but names, times and what was cached."""
-    usage = body["usage"]
-    for choice in body["choices"]:
-        for call in choice.get("message", {}).get("tool_calls") or []:
-            del call["id"]
-    return body["choices"], usage["prompt_tokens"], usage["completion_tokens"]
-
-
-async def ask(session: aiohttp.ClientSession, url: str, number: int) -> Any:
-    """Ask and return what may not differ; a refusal is an error."""
-    request = a_request(number)
-    async with session.post(url + request.path, json=request.body) as response:
-        body = await response.json()
-        assert response.status == 200, body
-        return told(body)
-
-
-async def ask_all(url: str, numbers: Iterator[int], told_of: dict[int, list[Any]]) -> None:
-    """Ask for these, some at once."""
-    limit = aiohttp.ClientTimeout(total=ANSWERED_WITHIN_S)
-    async with aiohttp.ClientSession(timeout=limit) as session, asyncio.TaskGroup() as tasks:
-
-        async def some() -> None:
-            for number in numbers:
-                told_of.setdefault(number, []).append(await ask(session, url, number))
-
-        for _ in range(AT_ONCE):
-            tasks.create_task(some())
 
 
 async def disturb(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import socket
 import struct
 import subprocess
 from collections.abc import AsyncIterator
@@ -261,6 +262,29 @@ async def test_an_address_of_a_dead_process_harms_nobody(lane: str) -> None:
             assert await left.ask("wait_lost") == 1
             assert (await left.ask("settle", tag=1))[0] == "failed"
         await leave(left)
+
+
+async def test_a_host_that_answers_no_connection_holds_up_nobody() -> None:
+    """As behind a firewall that drops: connecting does not wait for it, and meanwhile KV goes on
+    to others."""
+    async with a_pair_over("tcp") as (left, right), contextlib.AsyncExitStack() as sockets:
+        async with a_peer(UCX_TLS="tcp") as gone:
+            address, ports = await gone.ask("open"), await gone.ask("tcp_ports")
+            gone.signal(signal.SIGKILL)
+            await gone.ended()
+        assert ports
+        for port in ports:
+            deaf = sockets.enter_context(socket.create_server(("", port), backlog=0))
+            for _ in range(4):  # its queue is full after the first: the kernel drops what comes
+                filler = sockets.enter_context(socket.socket())
+                filler.setblocking(False)
+                filler.connect_ex(("127.0.0.1", deaf.getsockname()[1]))
+        async with asyncio.timeout(20):
+            await left.ask("connect", address=address)
+            await left.ask("send", tag=1, num_bytes=8)
+            await left.ask("connect", address=await right.ask("address"))
+            await push(left, right, 2, RENDEZVOUS)
+        await leave(left, right)
 
 
 async def test_processes_without_a_common_lane_cannot_connect() -> None:

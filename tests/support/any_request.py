@@ -3,10 +3,17 @@ stops, penalties, several choices; with prompts that begin alike."""
 
 from __future__ import annotations
 
+import asyncio
 import random
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import aiohttp
+
 from tests.support.grammars import PERSON
+
+AT_ONCE = 10
+ANSWERED_WITHIN_S = 120.0
 
 WORDS = ("stream", "token", "cache", "worker", "river", "green", "seven", "fox", "12", "code")
 LENGTHS = (60, 200, 400, 700)
@@ -59,3 +66,34 @@ def a_request(number: int) -> Request:
             body |= {"logprobs": True, "top_logprobs": 2, "stop": [" the"]}
     first = [{"role": "system", "content": system}, {"role": "user", "content": question}]
     return Request("/v1/chat/completions", body | {"messages": first + body.get("messages", [])})
+
+
+def told(body: dict[str, Any]) -> Any:
+    """Return what of an answer may not differ: all but names, times and what was cached."""
+    usage = body["usage"]
+    for choice in body["choices"]:
+        for call in choice.get("message", {}).get("tool_calls") or []:
+            del call["id"]
+    return body["choices"], usage["prompt_tokens"], usage["completion_tokens"]
+
+
+async def ask(session: aiohttp.ClientSession, url: str, number: int) -> Any:
+    """Ask and return what may not differ; a refusal is an error."""
+    request = a_request(number)
+    async with session.post(url + request.path, json=request.body) as response:
+        body = await response.json()
+        assert response.status == 200, body
+        return told(body)
+
+
+async def ask_all(url: str, numbers: Iterator[int], told_of: dict[int, list[Any]]) -> None:
+    """Ask for these, some at once."""
+    limit = aiohttp.ClientTimeout(total=ANSWERED_WITHIN_S)
+    async with aiohttp.ClientSession(timeout=limit) as session, asyncio.TaskGroup() as tasks:
+
+        async def some() -> None:
+            for number in numbers:
+                told_of.setdefault(number, []).append(await ask(session, url, number))
+
+        for _ in range(AT_ONCE):
+            tasks.create_task(some())

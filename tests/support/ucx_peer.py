@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ import numpy as np
 from shared.errors import TransferFailed
 
 ANSWER_S = 60.0
+TCP_LISTEN = "0A"
+"""As /proc/net/tcp writes it."""
 
 
 def pattern(tag: int, num_bytes: int) -> np.ndarray:
@@ -129,6 +132,17 @@ class _Session:
 
     async def address(self) -> str:
         return self.transport.address.hex()
+
+    async def tcp_ports(self) -> list[int]:
+        """Where UCX waits for connections over tcp."""
+        fds = list(Path("/proc/self/fd").iterdir())
+        sockets = {os.readlink(fd) for fd in fds if os.path.lexists(fd)}
+        rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+        return [
+            int(row[1].split(":")[1], 16)
+            for row in rows
+            if row[3] == TCP_LISTEN and f"socket:[{row[9]}]" in sockets
+        ]
 
     async def send(self, tag: int, num_bytes: int) -> bool:
         """Post a send of ``pattern(tag)``; wait for it with ``settle``."""

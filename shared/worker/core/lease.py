@@ -160,6 +160,7 @@ class LeasePolicy:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseStatistics:
     """Gauges, then block counters since start: ``reserved = freed + joined + live + quarantined``.
+    Blocks of a cached beginning, which several may hold, are not among them.
 
     num_live_blocks: of granted and open leases; num_quarantined_blocks: of aborting and quarantined
     ones."""

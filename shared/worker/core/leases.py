@@ -151,7 +151,7 @@ class Leases:
         sequence.num_computed_tokens = lease.num_tokens
         sequence.num_cached_tokens = lease.skip_tokens
         sequence.table, sequence.chain = lease.table, lease.chain
-        self._num_joined_blocks += len(lease.table.blocks)
+        self._num_joined_blocks += self._num_own_blocks(lease.table)
         lease.table = None
         del self._leases[lease.key]
         return sequence
@@ -273,7 +273,7 @@ class Leases:
 
     def _grant(self, lease: Lease, now: float) -> Effect:
         assert lease.table is not None
-        self._num_reserved_blocks += len(lease.table.blocks)
+        self._num_reserved_blocks += self._num_own_blocks(lease.table)
         lease.move(LeaseEvent.ROOM)
         lease.skip_tokens = lease.table.num_hit_tokens
         lease.granted_at = now
@@ -290,9 +290,13 @@ class Leases:
         self._waiting.pop(lease.key, None)
         del self._leases[lease.key]
         if lease.table is not None:
-            self._num_freed_blocks += len(lease.table.blocks)
+            self._num_freed_blocks += self._num_own_blocks(lease.table)
             self._pool.release(lease.table)
             lease.table = None
+
+    def _num_own_blocks(self, table: BlockTable) -> int:
+        """Those of a cached beginning are not counted: others may hold them, too."""
+        return len(table.blocks) - table.num_hit_tokens // self._pool.block_size
 
     def _larger_than_pool(self, lease: Lease) -> NoCapacity:
         return NoCapacity(
@@ -316,7 +320,8 @@ class Leases:
         num, num_blocks = Counter[LeaseState](), Counter[LeaseState]()
         for lease in self._leases.values():
             num[lease.state] += 1
-            num_blocks[lease.state] += len(lease.block_table)
+            if lease.table is not None:
+                num_blocks[lease.state] += self._num_own_blocks(lease.table)
         quarantined = (LeaseState.ABORTING, LeaseState.QUARANTINED)
         return LeaseStatistics(
             num_waiting=len(self._waiting),

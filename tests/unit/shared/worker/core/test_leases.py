@@ -425,6 +425,24 @@ def test_moves_out_of_order_are_our_bugs(desk: Desk, move: str) -> None:
         }[move]()
 
 
+def test_what_is_quarantined_is_no_more_than_what_is_held(desk: Desk) -> None:
+    """Leases that share a cached beginning are quarantined together: a worker reports what is held
+    less what is quarantined, and a number below 0 would end its sessions."""
+    lease = desk.opened(1, prompt=8)
+    sequence = desk.join(lease)
+    assert sequence.table is not None
+    assert sequence.chain is not None
+    desk.pool.publish(sequence.table, sequence.chain, sequence.tokens, 8)
+    for number in (2, 3, 4):
+        item = an_item((*lease.item.token_ids, number))
+        alike, _ = desk.leases.reserve(a_key(number), item, US, now=0.0, wait_s=0.0)
+        assert desk.leases.open(alike, US)
+        desk.leases.cancel(alike, GONE, now=0.0)
+        desk.leases.begin_quarantine(alike)
+    assert desk.leases.statistics().num_quarantined_blocks == 3
+    assert desk.pool.num_held == 6
+
+
 def test_the_ledger_adds_up(desk: Desk) -> None:
     """reserved = freed + joined + live + quarantined, in blocks."""
     joined, aborted = desk.opened(1, prompt=3), desk.opened(2, prompt=3)
