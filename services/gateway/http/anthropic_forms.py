@@ -38,6 +38,10 @@ from services.gateway.http.unserved_fields import (
 _KEEP_ALL = {"type": "clear_thinking_20251015", "keep": "all"}
 """What Claude Code sends with each request that may think."""
 
+_BILLING = "x-anthropic-billing-header:"
+"""Begins a block of Claude Code's that is for Anthropic's servers, not for the model, and another
+one in each request: no request would have its beginning in a cache."""
+
 MESSAGES_UNSERVED: dict[str, Unserved] = {
     "max_completion_tokens": Unserved("use max_tokens"),
     **dict.fromkeys(("n", "best_of"), Unserved("there is one answer", (1,))),
@@ -187,8 +191,8 @@ def chat_of(body: CountTokensBody) -> tuple[ChatBody, Places]:
         places.put(f"tools[{index}].function", f"tools[{index}]")
         places.put(f"tools[{index}].function.parameters", f"tools[{index}].input_schema")
     lead: list[Message] = []
-    if body.system:
-        lead.append(Message("system", _texts(body.system, "system")))
+    if system := _system(body.system or ""):
+        lead.append(Message("system", system))
         places.put("messages[0].content", "system")
     pieces = ChatPieces(places, num_before=len(lead), call_id="tool_use_id")
     for index, message in enumerate(body.messages):
@@ -305,6 +309,13 @@ def _block(block: Block, role: str, place: str) -> Message:
             raise unsupported(
                 f"{place}.type", "must be text, thinking, tool_use or tool_result: only text"
             )
+
+
+def _system(content: str | list[Block]) -> str | list[ContentPart]:
+    texts = _texts(content, "system")
+    if isinstance(texts, str):
+        return texts
+    return [part for part in texts if not (part.text or "").startswith(_BILLING)]
 
 
 def _texts(content: str | list[Block], place: str) -> str | list[ContentPart]:

@@ -345,6 +345,20 @@ async def test_fields_of_a_chat_are_served_here_too() -> None:
         assert end["receipt"]["is_over"]
 
 
+async def test_what_is_for_anthropics_servers_is_not_for_the_model() -> None:
+    """Claude Code's first system block is another one in each request."""
+    async with gateway("x") as here:
+        prompts: set[str] = set()
+        for number in range(2):
+            header = f"x-anthropic-billing-header: cc_version=2.1; cch={number};"
+            texts = [{"type": "text", "text": text} for text in (header, "Be brief.")]
+            assert (await MessagesAsker(here).ask(system=texts))[0] == 200
+            prompts.add(here.prompt)
+            assert (await MessagesAsker(here).ask(system=texts[:1]))[0] == 200
+            assert "system" not in here.prompt
+        assert prompts == {"system::Be brief.\nuser::hi\n"}
+
+
 async def test_a_client_that_leaves_cancels_its_answer() -> None:
     """The mesh stops."""
     async with gateway("x") as here:
