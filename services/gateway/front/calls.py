@@ -28,10 +28,11 @@ log: Any = structlog.get_logger("gateway.calls")
 
 @dataclass(slots=True)
 class Call:
-    """Filled in while the call runs. outcome: ok, cancelled (so until we know better) or an error's
-    type."""
+    """Filled in while the call runs. id_headers: those that tell its id. outcome: ok, cancelled (so
+    until we know better) or an error's type."""
 
     caller: Caller
+    id_headers: tuple[str, ...] = ("x-request-id",)
     outcome: str = "cancelled"
     status: int = 0
     answers: Answers | None = None
@@ -45,7 +46,7 @@ class Call:
     @property
     def headers(self) -> dict[str, str]:
         """What every response says of itself: our id, and the client's own label."""
-        headers = {"x-request-id": self.request_id}
+        headers = dict.fromkeys(self.id_headers, self.request_id)
         if self.caller.label:
             headers["x-request-label"] = self.caller.label
         return headers

@@ -98,7 +98,9 @@ _PREFLIGHT = {
     "Access-Control-Allow-Methods": "GET, HEAD, POST",
     "Access-Control-Max-Age": "600",
 }
-_EXPOSED = "Retry-After, x-request-id, x-request-label"
+_EXPOSED = "Retry-After, x-request-id, request-id, x-request-label"
+_ANTHROPIC_IDS = ("x-request-id", "request-id")
+"""Anthropic's clients read the second."""
 
 
 class AllowedOrigins:
@@ -173,6 +175,8 @@ class Routes:
         with recorded(
             self._front, route.path, request.headers, span_name=span_name, is_probe=is_probe
         ) as call:
+            if route.error is AnthropicError:
+                call.id_headers = _ANTHROPIC_IDS
             response = await self._guarded(route, request, call)
             call.status = 200 if response is None else response.status
         return response

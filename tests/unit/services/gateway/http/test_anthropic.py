@@ -345,6 +345,18 @@ async def test_fields_of_a_chat_are_served_here_too() -> None:
         assert end["receipt"]["is_over"]
 
 
+async def test_its_clients_find_the_requests_id() -> None:
+    """In the header that they read, of answers and of errors, beside the one of all."""
+    async with gateway("x") as here:
+        url = MessagesAsker(here).url
+        for body, status in (({"messages": [ASK], "max_tokens": 9}, 200), ({}, 400)):
+            async with here.session.post(url, json=body) as response:
+                assert response.status == status
+                assert response.headers["request-id"] == response.headers["x-request-id"]
+        async with here.session.post(here.url, json={"messages": [ASK]}) as response:
+            assert "request-id" not in response.headers
+
+
 async def test_what_is_for_anthropics_servers_is_not_for_the_model() -> None:
     """Claude Code's first system block is another one in each request."""
     async with gateway("x") as here:
