@@ -326,7 +326,7 @@ def _message(message: Message, param: str, called: set[str]) -> dict[str, Any]:
         if role != "assistant":
             raise limits.refusal(f"{param}.tool_calls", "belongs to the role assistant")
         called |= {call.id for call in message.tool_calls}
-        rendered["tool_calls"] = calls_for_template(message.tool_calls, f"{param}.tool_calls")
+        rendered["tool_calls"] = calls_for_template(message.tool_calls)
     if role == "tool":
         if message.tool_call_id not in called:
             raise limits.refusal(f"{param}.tool_call_id", "is no id of an earlier message's calls")

@@ -61,19 +61,15 @@ class ChatPieces:
         self.messages: list[Message] = []
 
     def add(self, piece: Message, place: str) -> None:
-        """Add the next piece, which stood at ``place``; of calls it has at most one."""
+        """Add the next piece, which stood at ``place``."""
         made = self.messages
         last = made[-1] if made and made[-1].role == piece.role == "assistant" else None
-        if last is None or not _joined(last, piece):
-            made.append(piece)
-            last = piece
-        chat = f"messages[{self._num_before + len(made) - 1}]"
-        if last is piece:
-            self._places.put(chat, place)
-            self._places.put(f"{chat}.tool_call_id", f"{place}.{self._call_id}")
-        if piece.tool_calls:
-            call = len(last.tool_calls or ()) - 1
-            self._places.put(f"{chat}.tool_calls[{call}].function", place)
+        if last is not None and _joined(last, piece):
+            return
+        chat = f"messages[{self._num_before + len(made)}]"
+        made.append(piece)
+        self._places.put(chat, place)
+        self._places.put(f"{chat}.tool_call_id", f"{place}.{self._call_id}")
 
 
 def _joined(said: Message, more: Message) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -180,19 +181,18 @@ def for_template(tools: list[ToolBody]) -> list[dict[str, Any]]:
     return shown
 
 
-def calls_for_template(calls: Sequence[MessageCall], param: str) -> list[dict[str, Any]]:
-    """Return a message's calls as chat templates expect them, arguments as values."""
+def calls_for_template(calls: Sequence[MessageCall]) -> list[dict[str, Any]]:
+    """Return a message's calls as chat templates expect them, arguments as values; what is no JSON
+    object, which models write at times, as it was written."""
     shown: list[dict[str, Any]] = []
-    for index, call in enumerate(calls):
-        try:
+    for call in calls:
+        text = call.function.arguments
+        arguments: Any = None
+        with suppress(msgspec.DecodeError, RecursionError):
             # Not Python's reader: that takes NaN, and half characters, which no prompt can hold.
-            arguments = msgspec.json.decode(call.function.arguments or "{}")
-        except (msgspec.DecodeError, RecursionError):
-            arguments = None
-        if not isinstance(arguments, dict):
-            place = f"{param}[{index}].function.arguments"
-            raise limits.refusal(place, "must be a JSON object, as text")
-        function = {"name": call.function.name, "arguments": cast("dict[str, Any]", arguments)}
+            arguments = msgspec.json.decode(text or "{}")
+        value: Any = arguments if isinstance(arguments, dict) else text
+        function = {"name": call.function.name, "arguments": value}
         shown.append({"id": call.id, "type": "function", "function": function})
     return shown
 

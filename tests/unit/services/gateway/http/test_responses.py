@@ -215,15 +215,6 @@ ASK: dict[str, Any] = {"role": "user", "content": "a"}
         ({"input": [ASK, {**RESULT}], "instructions": "b"}, "input[1].call_id"),
         ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output"),
         ({"input": [{"type": "function_call", "call_id": "c"}]}, "input[0].name"),
-        (
-            {
-                "input": [
-                    {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
-                    {"type": "function_call", "call_id": "d", "name": "f", "arguments": "["},
-                ]
-            },
-            "input[1].arguments",
-        ),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"input": "a" * 600}, "input"),
         ({"temperature": 9}, "temperature"),
