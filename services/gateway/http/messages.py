@@ -72,7 +72,10 @@ def error_response(
     own = dict(headers or {})
     if error.retry_after_s > 0:
         own["Retry-After"] = str(math.ceil(error.retry_after_s))
-    status = status or row_of(error).http
+    row = row_of(error)
+    status = status or row.http
+    if status >= 500 and not row.may_retry:
+        own["x-should-retry"] = "false"  # OpenAI's and Anthropic's clients would, and look for this
     if isinstance(error, ShuttingDown):
         own["Connection"] = "close"  # a client's next one may lead to a gateway that stays
     if status == 401:

@@ -187,12 +187,11 @@ def calls_for_template(calls: Sequence[MessageCall]) -> list[dict[str, Any]]:
     shown: list[dict[str, Any]] = []
     for call in calls:
         text = call.function.arguments
-        arguments: Any = None
+        arguments: dict[str, Any] | str = text
         with suppress(msgspec.DecodeError, RecursionError):
             # Not Python's reader: that takes NaN, and half characters, which no prompt can hold.
-            arguments = msgspec.json.decode(text or "{}")
-        value: Any = arguments if isinstance(arguments, dict) else text
-        function = {"name": call.function.name, "arguments": value}
+            arguments = msgspec.json.decode(text or "{}", type=dict[str, Any])
+        function = {"name": call.function.name, "arguments": arguments}
         shown.append({"id": call.id, "type": "function", "function": function})
     return shown
 
