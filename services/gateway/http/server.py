@@ -98,7 +98,7 @@ _PREFLIGHT = {
     "Access-Control-Allow-Methods": "GET, HEAD, POST",
     "Access-Control-Max-Age": "600",
 }
-_EXPOSED = "Retry-After, x-request-id, request-id, x-request-label"
+_EXPOSED = "Retry-After, x-should-retry, x-request-id, request-id, x-request-label"
 _ANTHROPIC_IDS = ("x-request-id", "request-id")
 """Anthropic's clients read the second."""
 

@@ -71,7 +71,7 @@ async def test_an_error_before_the_first_token_is_a_status(
     assert "canary" not in json.dumps(body)
     if isinstance(error, Overloaded):
         assert headers["Retry-After"] == "2"
-    # Clients of OpenAI and Anthropic send it again else: what is late would be computed three times.
+    # Else clients of OpenAI and Anthropic send it again: what is late is computed three times.
     is_final = isinstance(error, DeadlinePassed | ValueError)
     assert (headers.get("x-should-retry") == "false") == is_final
     # A pooled connection would lead to this gateway again, for as long as it drains.
