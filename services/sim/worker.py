@@ -351,6 +351,7 @@ class CoreWorker:
     def _begin_run(self, num_steps: int) -> None:
         times, running = self.engine.times, self.scheduler.running
         assert times is not None
+        self.leases.steps()
         rows, context, num_told = len(running), 0, len(self._run_ends)
         for sequence in running:
             context += len(sequence.tokens)

@@ -432,8 +432,6 @@ class Requests:
         for push in pushes:
             push.span_computed(done)
         for request, token in turns:
-            if request.life.outcome is not None:
-                continue  # telling it has ended its session
             if token.finish_reason is not FinishReason.NONE:
                 self._handle(request, LifeEvent.ENDED)
             else:
