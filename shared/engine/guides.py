@@ -150,15 +150,18 @@ class Guides:
     def _find(self, places: Sequence[int], asked: Sequence[_Asked]) -> Masks:
         bits = np.zeros((len(asked), -(-self._vocab_size // 32)), _WORD)
         begin, length = bits.ctypes.data, bits.strides[0]
-        states = [self._advanced(one) for one in asked]
-        for line, state in enumerate(states):
-            state.unsafe_compute_mask_ptr(begin + line * length, length)
         failures: dict[int, str] = {}
-        allows_some = np.logical_or.reduce(bits, axis=1)
-        for line, state in enumerate(states):
-            if state.is_error() or not allows_some[line]:
+        for line, (place, one) in enumerate(zip(places, asked, strict=True)):
+            try:
+                state = self._advanced(one)
+            except ValueError as error:  # the library cannot read the model's tokenizer
+                failures[place] = str(error)
+            else:
+                state.unsafe_compute_mask_ptr(begin + line * length, length)
+                if state.is_error() or not bits[line].any():
+                    failures[place] = str(state.stop_reason())
+            if place in failures:
                 bits[line] = -1
-                failures[places[line]] = str(state.stop_reason())
         return Masks(places, bits.view(np.uint8), failures)
 
     def _advanced(self, one: _Asked) -> Any:

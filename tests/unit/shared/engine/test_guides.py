@@ -17,7 +17,7 @@ from shared.request import SamplingParams
 from shared.step import Guide, SampleSpec, StepRow
 from tests.support.grammars import PERSON, a_grammar, needs_library
 from tests.support.guided_engine import tiny_guides
-from tests.support.tiny_tokenizer import EOS, VOCAB_SIZE, tiny_tokenizer
+from tests.support.tiny_tokenizer import EOS, NUM_TOKENS, VOCAB_SIZE, tiny_tokenizer
 
 pytestmark = needs_library
 
@@ -113,6 +113,14 @@ def test_what_follows_no_grammar_is_a_failure_of_its_row_alone(guides: Guides) -
     assert list(masks.failures) == [0]
     assert allowed(masks)[0].all()
     assert not allowed(masks)[1].all()
+
+
+def test_a_tokenizer_that_the_library_cannot_read_is_a_failure_of_its_rows() -> None:
+    """As is one with more tokens than the model has: no step fails for it."""
+    guides = tiny_guides(NUM_TOKENS - 1, (EOS,))
+    masks = masks_of(guides, [a_row(Guide(a_grammar(PERSON), ()), 0)])
+    assert "vocab size too small" in masks.failures[0]
+    assert masks.bits.all()
 
 
 def test_ready_grammars_are_few(guides: Guides, monkeypatch: pytest.MonkeyPatch) -> None:
