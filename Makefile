@@ -51,7 +51,7 @@ tour: $(VENV)/.run ## follow one request through three processes
 	@$(BIN)/pdmesh tour
 
 test: $(VENV)/.dev ## run the quick tests (4 minutes; JOBS=0: in one process)
-	@$(BIN)/python -m pytest -m "quick and not nightly" -n $(JOBS) --maxprocesses 4 --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -m "quick and not nightly" -n $(JOBS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 	@echo "next: make demo, make up, make check, make test-all"
 
 test-all: $(VENV)/.dev ## run every test, one after the other (JOBS=2: side by side; ARGS="-k name": some)

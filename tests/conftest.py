@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 
-from tests.support.tiers import COLLECTED, mark_quick_ones
+from tests.support.tiers import COLLECTED, is_in_slow_folder, mark_quick_ones
 
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     # Triton decides at its import whether kernels run in its interpreter, and transformers may
@@ -68,8 +69,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(f"not run: the {budget_s:g} s of --budget-s are over")
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m and -k choose
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the quick tests, and keep in mind what there was to choose from."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Generator[None]:
+    """Mark the quick tests, and keep in mind what there was to choose from. Files that take long
+    for their few tests come first, that no process of -n is left with one at the end."""
     mark_quick_ones(items)
     config.stash[COLLECTED] = tuple(items)
+    yield  # -m and -k choose, and an order is drawn
+    items.sort(key=lambda item: not is_in_slow_folder(item))

@@ -47,7 +47,12 @@ def is_quick(item: pytest.Item) -> bool:
     for mark in item.iter_markers():
         if mark.name in ("quick", "slow"):
             return mark.name == "quick"
-    return item.path.relative_to(TESTS).parts[0] not in SLOW_FOLDERS
+    return not is_in_slow_folder(item)
+
+
+def is_in_slow_folder(item: pytest.Item) -> bool:
+    """Whether its folder starts processes, browsers or whole models."""
+    return item.path.relative_to(TESTS).parts[0] in SLOW_FOLDERS
 
 
 def mark_quick_ones(items: Iterable[pytest.Item]) -> None:
