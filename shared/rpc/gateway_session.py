@@ -2,7 +2,7 @@
 end.
 
 Prefill.Session and Decode.Session differ in their messages alone; what a command means is the
-host's business (``shared/worker/doors.py``, ``shared/worker/doors.py``). Heartbeats are
+business of ``shared/worker/doors.py``. Heartbeats are
 ``heartbeat_stream.py``'s. A gateway that does not read is dropped: a worker cannot slow down one
 gateway's tokens without slowing all others, so beyond ``MAX_OUTBOX_BYTES`` of unsent events its
 session ends and its requests are cancelled.
@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 
@@ -26,7 +27,7 @@ from shared.liveness import LivenessRule
 from shared.messages import codec
 from shared.messages.message_codec import MAX_MESSAGE_BYTES
 from shared.rpc.heartbeat_stream import HeartbeatStream
-from shared.rpc.methods import DECODE_SESSION, PREFILL_SESSION, Method
+from shared.rpc.methods import Method
 from shared.rpc.service import ServerStream, Servicer, bind
 
 _log = structlog.get_logger(__name__)
@@ -39,9 +40,6 @@ EVENT_BYTES = 64
 """What a small event counts for in the outbox, before its columns."""
 
 HELLO_WITHIN_S = 3.0
-
-_ORDERS = {PREFILL_SESSION: "start", DECODE_SESSION: "reserve"}
-"""The field of a session's commands that holds an order."""
 
 OF_A_GATEWAY = LivenessRule(dead_after_s=3.0)
 """Nobody waits for a worker to give its gateway up: that only cancels what clients still read."""
@@ -56,14 +54,11 @@ class GatewaySession:
         stream: ServerStream[Any, Any],
         *,
         heartbeat: Any,
-        orders: str,
-        rule: LivenessRule | None = None,
+        rule: LivenessRule,
     ) -> None:
-        """orders: the field of a command that holds an order."""
         self.gateway = gateway
         self.seen = StreamId(0)
-        """The last order that the host has heard of."""
-        self._orders = orders
+        """The last order that has been heard of."""
         self._max_outbox_bytes = MAX_OUTBOX_BYTES
         self._sizes: deque[int] = deque()
         self._outbox_bytes = 0
@@ -73,7 +68,7 @@ class GatewaySession:
             stream,
             heartbeat=heartbeat,
             peer="gateway",
-            rule=rule or OF_A_GATEWAY,
+            rule=rule,
             on_sent=self._sent,
         )
 
@@ -99,7 +94,7 @@ class GatewaySession:
         """Wait until every queued event was given to the connection, or the session has ended."""
         await self._drained.wait()
 
-    async def run(self, host: SessionHost) -> MeshError:
+    async def run(self, door: GatewaySessions) -> MeshError:
         """Serve until the session is over; returns why."""
 
         def on_message(command: Any) -> None:
@@ -107,14 +102,14 @@ class GatewaySession:
                 raise RemoteProtocolError("hello comes once, and first")
             if command.heartbeat is not None:
                 return
-            order = getattr(command, self._orders)
+            order = getattr(command, door.orders)
             if order is not None:
                 # A gateway adds to a report those of its own orders that it has not seen
                 # (services/gateway/core/worker.py).
                 self.seen = StreamId(order.stream_id)
-                host.session_order(self, order)
+                door.session_order(self, order)
             elif command.cancel is not None:
-                host.session_cancel(self, StreamId(command.cancel.stream_id))
+                door.session_cancel(self, StreamId(command.cancel.stream_id))
             else:
                 raise RemoteProtocolError("a command of no known kind")
 
@@ -132,60 +127,48 @@ class GatewaySession:
         return f"<GatewaySession gateway={self.gateway:016x} {self._outbox_bytes} B unsent>"
 
 
-class SessionHost(Protocol):
-    """Who serves the sessions; every call is on the loop and returns at once."""
+class GatewaySessions(ABC):
+    """The sessions of all gateways at one of a worker's two doors: serves the method that carries
+    them. Calls of ``session_...`` are on the loop and return at once."""
 
+    role: Role
+    method: Method[Any, Any]
+    event: Callable[..., Any]
+    """What it says: PrefillEvent or DecodeEvent."""
+    orders: str
+    """The field of a command that holds an order."""
+
+    def __init__(self, incarnation: Incarnation, *, rule: LivenessRule = OF_A_GATEWAY) -> None:
+        self.incarnation = incarnation
+        self._rule = rule
+        self._sessions: set[GatewaySession] = set()
+        self.servicer = Servicer(bind(self.method, self._serve))
+
+    @abstractmethod
     def session_opened(self, session: GatewaySession) -> None:
         """The handshake is done."""
-        ...
 
+    @abstractmethod
     def session_order(self, session: GatewaySession, order: Any) -> None:
         """The message of an order. Raises RemoteProtocolError: end the session."""
-        ...
 
+    @abstractmethod
     def session_cancel(self, session: GatewaySession, stream_id: StreamId) -> None:
-        """The gateway wants no more of an order; it may have ended already."""
-        ...
+        """An order is taken back; it may be over already."""
 
+    @abstractmethod
     def session_closed(self, session: GatewaySession, *, is_silent: bool) -> None:
         """The gateway is gone or was dropped: cancel everything it asked for. Called once after
         ``opened``.
 
         is_silent: it just stopped talking, so its other streams may not have noticed.
         """
-        ...
-
-
-class GatewaySessions:
-    """The sessions of all gateways at one worker: serves the method that carries them."""
-
-    def __init__(
-        self,
-        host: SessionHost,
-        *,
-        method: Method[Any, Any],
-        event_type: Callable[..., Any],
-        role: Role,
-        incarnation: Incarnation,
-        rule: LivenessRule | None = None,
-    ) -> None:
-        """method, event_type: PREFILL_SESSION with PrefillEvent, or DECODE_SESSION with
-        DecodeEvent."""
-        self._host = host
-        self.method = method
-        self._orders = _ORDERS[method]
-        self._event_type = event_type
-        self.role = role
-        self._hello = codec.own_hello(codec.role_to_wire(role), incarnation)
-        self._rule = rule
-        self._sessions: set[GatewaySession] = set()
-        self.servicer = Servicer(bind(method, self._serve))
 
     def __len__(self) -> int:
         return len(self._sessions)
 
     def seen(self, gateway: Incarnation) -> StreamId:
-        """Return the last order of a gateway that the host has heard of; 0 = none."""
+        """Return the last order of a gateway that has been heard of; 0 = none."""
         found = (session.seen for session in self._sessions if session.gateway == gateway)
         return max(found, default=StreamId(0))
 
@@ -206,19 +189,19 @@ class GatewaySessions:
         session = GatewaySession(
             gateway,
             stream,
-            heartbeat=self._event_type(heartbeat=wire.Heartbeat()),
-            orders=self._orders,
+            heartbeat=self.event(heartbeat=wire.Heartbeat()),
             rule=self._rule,
         )
-        session.send(self._event_type(hello=self._hello))
+        hello = codec.own_hello(codec.role_to_wire(self.role), self.incarnation)
+        session.send(self.event(hello=hello))
         self._sessions.add(session)
-        self._host.session_opened(session)
+        self.session_opened(session)
         error: MeshError = WorkerLost("the session was cancelled")
         try:
-            error = await session.run(self._host)
+            error = await session.run(self)
         finally:
             self._sessions.discard(session)
-            self._host.session_closed(session, is_silent=error.code == "silent")
+            self.session_closed(session, is_silent=error.code == "silent")
             _log.info("session closed", gateway=gateway, error=error.message)
         # Who is gone needs no word; who broke a rule is told which.
         if not isinstance(error, WorkerLost):

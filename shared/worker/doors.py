@@ -8,22 +8,18 @@ cost of streaming does not grow with the batch. Losing a session cancels its req
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from shared import wire
-from shared.errors import MeshError, RemoteProtocolError
+from shared.errors import MeshError, RemoteProtocolError, TooLarge
 from shared.home import Role
 from shared.ids import Incarnation, StreamId
 from shared.messages import codec
 from shared.messages.message_codec import MAX_MESSAGE_BYTES
-from shared.rpc.first_token import first_token_to_wire, require_sendable
-from shared.rpc.gateway_session import (
-    EVENT_BYTES,
-    GatewaySession,
-    GatewaySessions,
-)
+from shared.request import WorkItem
+from shared.rpc.gateway_session import EVENT_BYTES, GatewaySession, GatewaySessions
 from shared.rpc.methods import DECODE_SESSION, PREFILL_SESSION
 from shared.schedule.plan import NewToken, PromptTimes
 from shared.transfer.effects import HandOver
@@ -36,15 +32,12 @@ from shared.worker.requests import Requests
 _ROW_BYTES = 13
 _STEP_BYTES = MAX_MESSAGE_BYTES // 2
 """Where a step's message is cut: so far below the limit that what is not counted never matters."""
+_FIRST_BYTES = 256
+"""Most that a PrefillToken takes beside its columns."""
 
 
-class Door(ABC):
-    """The sessions of all gateways at one of a worker's two doors. on_silent: a gateway stopped
-    talking; its incarnation."""
-
-    role: Role
-    method: Any
-    event: Callable[..., Any]
+class Door(GatewaySessions):
+    """One of a worker's two doors. on_silent: a gateway stopped talking; its incarnation."""
 
     def __init__(
         self,
@@ -53,37 +46,28 @@ class Door(ABC):
         *,
         on_silent: Callable[[Incarnation], None] = lambda _: None,
     ) -> None:
+        super().__init__(incarnation)
         self.requests = requests
-        self.incarnation = incarnation
         self._on_silent = on_silent
         self._opened: dict[GatewaySession, SessionRequests] = {}
-        self.sessions = GatewaySessions(
-            self,
-            method=self.method,
-            event_type=self.event,
-            role=self.role,
-            incarnation=incarnation,
-        )
 
     @abstractmethod
     def read(self, order: Any) -> tuple[Task, Order]:
         """Check the message of an order. Raises RemoteProtocolError."""
 
-    # --- SessionHost -----------------------------------------------------------------------------
-
     def session_opened(self, session: GatewaySession) -> None:
-        """See ``SessionHost``."""
+        """See ``GatewaySessions``."""
         self._opened[session] = SessionRequests(session, self.event)
 
     def session_order(self, session: GatewaySession, order: Any) -> None:
-        """See ``SessionHost``."""
+        """See ``GatewaySessions``."""
         asked, stream_id = self._opened[session], StreamId(order.stream_id)
         if stream_id in asked.requests:
             raise RemoteProtocolError("a stream_id is used once", param="stream_id")
         try:
             task, checked = self.read(order)
             if task is not Task.ANSWER:
-                require_sendable(checked.item)
+                _require_sendable(checked.item)
             request = self.requests.take(task, checked, asked)
         except MeshError as error:
             asked.failed(stream_id, error)
@@ -92,13 +76,13 @@ class Door(ABC):
             asked.requests[stream_id] = request
 
     def session_cancel(self, session: GatewaySession, stream_id: StreamId) -> None:
-        """See ``SessionHost``."""
+        """See ``GatewaySessions``."""
         request = self._opened[session].requests.get(stream_id)
         if request is not None:
             self.requests.cancel(request)
 
     def session_closed(self, session: GatewaySession, *, is_silent: bool) -> None:
-        """See ``SessionHost``."""
+        """See ``GatewaySessions``."""
         for request in list(self._opened.pop(session).requests.values()):
             self.requests.cancel(request)
         if is_silent:
@@ -111,6 +95,7 @@ class PromptDoor(Door):
     role = Role.PREFILL
     method = PREFILL_SESSION
     event = wire.PrefillEvent
+    orders = "start"
 
     def read(self, order: wire.StartPrefill) -> tuple[Task, Order]:
         """See ``Door``."""
@@ -123,6 +108,7 @@ class AnswerDoor(Door):
     role = Role.DECODE
     method = DECODE_SESSION
     event = wire.DecodeEvent
+    orders = "reserve"
 
     def read(self, order: wire.Reserve) -> tuple[Task, Order]:
         """See ``Door``."""
@@ -161,7 +147,10 @@ class SessionRequests:
 
     def first_token(self, stream_id: StreamId, token: NewToken, times: PromptTimes) -> None:
         """See ``AskingGateway``."""
-        message, num_bytes = first_token_to_wire(stream_id, token, times)
+        message = codec.prefill_token_to_wire(stream_id, token, times)
+        num_bytes = EVENT_BYTES + 2 * len(message.top_ids)
+        if (rows := message.prompt_logprobs) is not None:
+            num_bytes += 2 * (len(rows.logprobs) + len(rows.top_ids))
         name = "token" if self._is_prompt else "first"
         self._session.send(self._event(**{name: message}), num_bytes)
 
@@ -210,3 +199,24 @@ def _messages(
             first, num_bytes = idx, 0
         num_bytes += row_bytes
     yield rows[first:]
+
+
+def _require_sendable(item: WorkItem) -> None:
+    """Refuse, before anything is computed, a prompt whose first token would not fit one message.
+
+    Sending it would end the session, and every other request of the gateway with it.
+    Raises TooLarge.
+    """
+    k = item.sampling.prompt_logprobs
+    if k is None:
+        return
+    own = codec.logprobs_bytes(1, item.sampling.logprobs or 0)
+    num_bytes = codec.logprobs_bytes(len(item.token_ids), k) + own + _FIRST_BYTES
+    if num_bytes > MAX_MESSAGE_BYTES:
+        raise TooLarge(
+            f"logprobs of {len(item.token_ids)} prompt tokens with {k} alternatives each take "
+            f"{num_bytes} bytes, over the limit of {MAX_MESSAGE_BYTES}: ask for fewer alternatives "
+            "or send a shorter prompt",
+            param="prompt_logprobs",
+            code="prompt_logprobs_too_large",
+        )

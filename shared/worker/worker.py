@@ -169,7 +169,7 @@ class MeshWorker:
             self.prompt_metrics.pairs = self.pairs.statistics
             with contextlib.ExitStack() as stack:
                 loops = [self.stepper.run, self.requests.run, self.pairs.run]
-                servicers = [door.sessions.servicer for door in self.doors]
+                servicers = [door.servicer for door in self.doors]
                 servicers.append(self.pairs.servicer)
                 if self.tiers is not None:
                     stack.enter_context(contextlib.closing(self.tiers))
@@ -182,7 +182,7 @@ class MeshWorker:
                     loops.append(self.receiver.run)
                 parts = WorkerParts(
                     servicers=servicers,
-                    sessions=[door.sessions for door in self.doors],
+                    sessions=self.doors,
                     metrics=metrics,
                     load=self.load,
                     journal=self.journal,
@@ -432,7 +432,7 @@ class MeshWorker:
             transfers += into.num_waiting + into.num_live + into.num_settling
             free_slots += into.num_free_slots
         return WorkerHoldings(
-            sessions=sum(len(door.sessions) for door in self.doors),
+            sessions=sum(map(len, self.doors)),
             endpoints=transport.num_endpoints,
             transfers=transfers,
             free_slots=free_slots,

@@ -24,10 +24,16 @@ from tests.support.memory_network import MemoryNetwork
 WINDOW_BYTES = 65_535
 
 
-class Host:
+class Host(GatewaySessions):
     """A worker that does nothing but keep its sessions."""
 
-    def __init__(self) -> None:
+    role = Role.DECODE
+    method = DECODE_SESSION
+    event = wire.DecodeEvent
+    orders = "reserve"
+
+    def __init__(self, rule: LivenessRule) -> None:
+        super().__init__(Incarnation(9), rule=rule)
         self.sessions: list[GatewaySession] = []
         self.num_commands = 0
 
@@ -51,17 +57,6 @@ PATIENT = LivenessRule(interval_s=5.0, suspect_after_s=10.0, dead_after_s=20.0)
 """No heartbeat comes between the events of a test."""
 
 
-def sessions_of(host: Host, rule: LivenessRule) -> GatewaySessions:
-    return GatewaySessions(
-        host,
-        method=DECODE_SESSION,
-        event_type=wire.DecodeEvent,
-        role=Role.DECODE,
-        incarnation=Incarnation(9),
-        rule=rule,
-    )
-
-
 async def shake_hands(stream: ClientStream[wire.DecodeCommand, wire.DecodeEvent]) -> None:
     """Say hello, as a gateway does, and wait until the worker's is here."""
     hello = wire.Hello(
@@ -79,15 +74,14 @@ async def shake_hands(stream: ClientStream[wire.DecodeCommand, wire.DecodeEvent]
 async def test_an_event_is_on_its_way_when_send_returns(kind: Any) -> None:
     """No task is woken for it, so nothing that the loop has to do comes before it; what does not
     fit the gateway's window waits, counted, and keeps its place before all that follows."""
-    host = Host()
-    sessions = sessions_of(host, PATIENT)
+    host = Host(PATIENT)
     limits = ConnectionLimits(
         stream_window_bytes=WINDOW_BYTES, connection_window_bytes=70_000, keepalive_s=None
     )
     network = kind(limits=limits)
     async with (
         asyncio.timeout(20),
-        network.serve(ANY_PORT, [sessions.servicer]) as server,
+        network.serve(ANY_PORT, [host.servicer]) as server,
         network.channel(server.address) as channel,
         open_stream(channel, DECODE_SESSION) as stream,
     ):
@@ -115,11 +109,10 @@ async def test_an_event_is_on_its_way_when_send_returns(kind: Any) -> None:
 async def test_the_last_order_that_the_host_has_heard_of_is_told() -> None:
     """What a report counts of this gateway's orders; a cancel is none, another gateway has its
     own, and a session that has ended has seen nothing."""
-    host = Host()
+    host = Host(PATIENT)
     network = MemoryNetwork()
-    sessions = sessions_of(host, PATIENT)
-    async with network.serve(ANY_PORT, [sessions.servicer]) as server:
-        assert sessions.seen(Incarnation(1)) == 0
+    async with network.serve(ANY_PORT, [host.servicer]) as server:
+        assert host.seen(Incarnation(1)) == 0
         async with (
             network.channel(server.address) as channel,
             open_stream(channel, DECODE_SESSION) as stream,
@@ -133,21 +126,21 @@ async def test_the_last_order_that_the_host_has_heard_of_is_told() -> None:
                 await stream.send(command)
                 while host.num_commands < count:
                     await asyncio.sleep(0.001)
-                assert sessions.seen(gateway) == (3, 8, 8)[count - 1]
-            assert sessions.seen(Incarnation(int(gateway) + 1)) == 0
+                assert host.seen(gateway) == (3, 8, 8)[count - 1]
+            assert host.seen(Incarnation(int(gateway) + 1)) == 0
         while host.sessions:
             await asyncio.sleep(0.001)
-        assert sessions.seen(gateway) == 0
+        assert host.seen(gateway) == 0
 
 
 async def test_heartbeats_and_what_comes_after_the_end_wait_for_nobody() -> None:
     """Only events are counted; after the end nothing is, so that nobody waits for it."""
-    host = Host()
     often = LivenessRule(interval_s=0.01, suspect_after_s=10.0, dead_after_s=20.0)
+    host = Host(often)
     network = MemoryNetwork()
     async with (
         asyncio.timeout(20),
-        network.serve(ANY_PORT, [sessions_of(host, often).servicer]) as server,
+        network.serve(ANY_PORT, [host.servicer]) as server,
         network.channel(server.address) as channel,
         open_stream(channel, DECODE_SESSION) as stream,
     ):
