@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from dataclasses import dataclass
+from typing import Annotated, Final, NamedTuple
+
+from msgspec import Meta
 
 from shared.predict.least_squares import LeastSquares
-from shared.predict.times import FittedPhase
 
 HELD_OUT: Final = 5
 """Every so manieth step is predicted before it is fitted: 80 to 20."""
 
 LEAST_STEPS: Final = 5
+
+_Amount = Annotated[float, Meta(ge=0)]
+_Count = Annotated[int, Meta(ge=1)]
 
 
 class StepSample(NamedTuple):
@@ -20,6 +25,30 @@ class StepSample(NamedTuple):
     num_tokens: int
     num_attended: int
     seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FittedPhase:
+    """A line through measured steps of one kind, and how far it can be believed.
+
+    constant_s, token_s, attended_s: of a step, of each of its tokens, of each position attended to.
+    error: mean of |predicted - seen| / seen of steps that were not fitted. most_tokens,
+    most_attended: of the largest step measured. steps: those that the line is through, where they
+    are known.
+    """
+
+    constant_s: _Amount
+    token_s: _Amount
+    attended_s: _Amount
+    error: _Amount
+    num_steps: _Count
+    most_tokens: _Count
+    most_attended: _Count
+    steps: tuple[StepSample, ...] = ()
+
+    def seconds(self, num_tokens: int, num_attended: int) -> float:
+        """Return what the line says."""
+        return self.constant_s + self.token_s * num_tokens + self.attended_s * num_attended
 
 
 def fit_steps(samples: Sequence[StepSample]) -> FittedPhase:
@@ -49,6 +78,7 @@ def fit_steps(samples: Sequence[StepSample]) -> FittedPhase:
         num_steps=len(ordered),
         most_tokens=max(sample.num_tokens for sample in ordered),
         most_attended=max(sample.num_attended for sample in ordered),
+        steps=tuple(samples),
     )
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from shared.predict.fit_steps import FittedPhase
+
 
 class TimeModel(Protocol):
     """One time model."""
@@ -82,28 +84,6 @@ class ScaledTimes:
     def warnings(self) -> list[str]:
         """See TimeModel."""
         return self.times.warnings()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FittedPhase:
-    """A line through measured steps of one kind, and how far it can be believed.
-
-    constant_s, token_s, attended_s: of a step, of each of its tokens, of each position attended to.
-    error: mean of |predicted - seen| / seen of steps that were not fitted. most_tokens,
-    most_attended: of the largest step measured.
-    """
-
-    constant_s: float
-    token_s: float
-    attended_s: float
-    error: float
-    num_steps: int
-    most_tokens: int
-    most_attended: int
-
-    def seconds(self, num_tokens: int, num_attended: int) -> float:
-        """Return what the line says."""
-        return self.constant_s + self.token_s * num_tokens + self.attended_s * num_attended
 
 
 @dataclass(slots=True)

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from shared.engine.base import Engine
 from shared.engine.worker import ComputeRunner
 from shared.errors import InvalidRequest
-from shared.predict.fit_steps import StepSample, fit_steps
+from shared.predict.fit_steps import FittedPhase, StepSample, fit_steps
 from shared.predict.step_time import attended
-from shared.profile.step_profile import MOST_ERROR, ProfiledSteps, StepProfile
+from shared.profile.step_profile import MOST_ERROR, StepProfile
 from shared.profile.step_rows import batches, chunks, step_s
 from shared.step import StepRow
 from shared.version import VERSION
@@ -71,7 +71,7 @@ def fitted_profile(
     Raises InvalidRequest: too few steps, or a line that misses those held out by more than
     ``MOST_ERROR`` in the mean.
     """
-    phases: list[ProfiledSteps] = []
+    phases: list[FittedPhase] = []
     for name, samples in zip(("with prompts", "without prompts"), steps, strict=True):
         try:
             fit = fit_steps(samples)
@@ -84,7 +84,7 @@ def fitted_profile(
                 f"no profile: steps {name} follow no line ({fit.error:.0%} mean error of those "
                 f"that were not fitted, {MOST_ERROR:.0%} is the most). Is the machine busy?"
             )
-        phases.append(ProfiledSteps.of(fit, tuple(samples)))
+        phases.append(fit)
     spec = engine.spec
     return StepProfile(
         version=VERSION,

@@ -7,7 +7,6 @@ Beside the two lines it has every step that was measured, so that a reader may f
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -15,8 +14,8 @@ import msgspec
 from msgspec import Meta
 
 from shared.errors import InvalidRequest
-from shared.predict.fit_steps import StepSample
-from shared.predict.times import FittedPhase, FittedTimes
+from shared.predict.fit_steps import FittedPhase
+from shared.predict.times import FittedTimes
 from shared.whole_file import write_whole
 
 SCHEMA: Final = 1
@@ -25,34 +24,7 @@ SCHEMA: Final = 1
 MOST_ERROR: Final = 0.2
 """Mean error of steps that were not fitted, beyond which a line is not written down."""
 
-_Amount = Annotated[float, Meta(ge=0)]
 _Count = Annotated[int, Meta(ge=1)]
-
-
-class ProfiledSteps(msgspec.Struct, frozen=True, kw_only=True):
-    """One kind of steps: a line, its mean error on steps held out, and how far it was measured."""
-
-    constant_s: _Amount
-    token_s: _Amount
-    attended_s: _Amount
-    error: _Amount
-    num_steps: _Count
-    most_tokens: _Count
-    most_attended: _Count
-    steps: tuple[StepSample, ...] = ()
-
-    @classmethod
-    def of(cls, fit: FittedPhase, steps: tuple[StepSample, ...] = ()) -> ProfiledSteps:
-        """Return a fit, with the steps that it is through."""
-        return cls(**dataclasses.asdict(fit), steps=steps)
-
-    def line(self) -> FittedPhase:
-        """Return it without its steps. Raises InvalidRequest: it says that steps take no time."""
-        if not (self.constant_s or self.token_s):
-            raise InvalidRequest("a profile whose steps take no time says nothing")
-        fields = msgspec.structs.asdict(self)
-        del fields["steps"]
-        return FittedPhase(**fields)
 
 
 class StepProfile(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,15 +41,21 @@ class StepProfile(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: _Count
     token_bytes: _Count
     kv_tokens: _Count
-    prompts: ProfiledSteps
-    answers: ProfiledSteps
+    prompts: FittedPhase
+    answers: FittedPhase
 
     def times(self, name: str) -> FittedTimes:
-        """Return it as a time model. name: of the file. Raises InvalidRequest."""
+        """Return it as a time model. name: of the file.
+
+        Raises InvalidRequest: a line says that steps take no time.
+        """
+        for line in (self.prompts, self.answers):
+            if not (line.constant_s or line.token_s):
+                raise InvalidRequest("a profile whose steps take no time says nothing")
         where = ", ".join(self.machine.values()) or "an unnamed machine"
         return FittedTimes(
-            self.prompts.line(),
-            self.answers.line(),
+            self.prompts,
+            self.answers,
             f"{name}: {self.model} on {where}, {self.date}; mean errors {self.prompts.error:.1%} "
             f"with prompts, {self.answers.error:.1%} without",
         )

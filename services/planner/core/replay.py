@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+from shared.predict.fit_steps import FittedPhase
 from shared.predict.step_time import StepFit
-from shared.predict.times import FittedPhase, FittedTimes
+from shared.predict.times import FittedTimes
 from shared.telemetry.definitions import Slo, percentile
 
 MOST_POINTS: Final = 0.02
