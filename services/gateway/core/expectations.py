@@ -148,12 +148,12 @@ class Expectations:
     def expected_output(self, num_tokens: int) -> int | None:
         """Return how many tokens half of the answers to such prompts have at most; None = not
         known."""
-        length = self.lengths.quantile("", num_tokens, 0.5)
+        length = self.lengths.quantile(num_tokens, 0.5)
         return None if length is None else int(length)
 
     def ended(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """An answer is whole."""
-        self.lengths.ended("", num_prompt_tokens, num_output_tokens)
+        self.lengths.ended(num_prompt_tokens, num_output_tokens)
 
     def handed_over(self, seconds: float, *, is_colocated: bool) -> None:
         """Token 1 left the gateway so long after prefill had it."""

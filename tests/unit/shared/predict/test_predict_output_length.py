@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.predict.output_length import MAX_TENANTS, OutputLengths
+from shared.predict.output_length import OutputLengths
 from shared.predict.quantiles import RunningQuantiles
 
 
@@ -24,35 +24,24 @@ def test_quantiles_are_those_of_the_last_values(values: list[int], size: int, sh
     assert smaller == 0 or smaller < share * len(last)
 
 
-def test_tenants_and_prompt_lengths_are_apart() -> None:
-    """Long prompts with short answers, short ones with long answers, of two tenants."""
+def test_prompt_lengths_are_apart() -> None:
+    """Long prompts with short answers, short ones with long answers."""
     lengths = OutputLengths()
     for number in range(20):
-        lengths.ended("a", 100, 500 + number)
-        lengths.ended("a", 5000, 10)
-        lengths.ended("b", 100, 50)
-    assert lengths.quantile("a", 100, 0.5) == 509
-    assert lengths.quantile("a", 120, 1.0) == 519
-    assert lengths.quantile("a", 5000, 0.9) == 10
-    assert lengths.quantile("b", 100, 0.5) == 50
-    assert lengths.quantile("b", 5000, 0.9) == 10  # everybody's prompts of that length
+        lengths.ended(100, 500 + number)
+        lengths.ended(5000, 10)
+    assert lengths.quantile(100, 0.5) == 509
+    assert lengths.quantile(120, 1.0) == 519
+    assert lengths.quantile(5000, 0.9) == 10
 
 
 def test_too_few_answers_say_nothing() -> None:
     """Then all answers count; and before any came, none."""
     lengths = OutputLengths()
-    assert lengths.quantile("a", 100, 0.5) is None
+    assert lengths.quantile(100, 0.5) is None
     for _ in range(7):
-        lengths.ended("a", 100, 5)
-    assert lengths.quantile("a", 100, 0.5) is None
+        lengths.ended(100, 5)
+    assert lengths.quantile(100, 0.5) is None
     for _ in range(8):
-        lengths.ended("b", 9000, 70)
-    assert lengths.quantile("a", 100, 0.9) == 70  # all of everybody
-
-
-def test_tenants_are_bounded() -> None:
-    """Who was silent longest is forgotten."""
-    lengths = OutputLengths()
-    for number in range(MAX_TENANTS + 5):
-        lengths.ended(str(number), 10, 10)
-    assert len(lengths) == MAX_TENANTS
+        lengths.ended(9000, 70)
+    assert lengths.quantile(100, 0.9) == 70  # all of them
