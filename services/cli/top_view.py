@@ -44,10 +44,10 @@ def frame(
         parts += [_workers(view, width)]
         parts += [Rule("KV transfers, last minute", align="left", style="dim")]
         parts += [_transfers(view, is_wide)]
-        if planner := view.get("planner"):  # likewise
+        if planner := view["planner"]:
             parts += [Rule(f"planner: {planner['mode']}", align="left", style="dim")]
             parts += [_planner(planner)]
-        if prefixes := view.get("hot_prefixes"):  # a gateway of before tells none
+        if prefixes := view["hot_prefixes"]:
             parts += [Rule("hottest prefixes, last minutes", align="left", style="dim")]
             parts += [_prefixes(prefixes)]
     return Group(*parts)
@@ -107,7 +107,7 @@ def _traffic(view: Mapping[str, Any], is_wide: bool) -> RenderableType:
     for label, name in (("TTFT", "ttft_s"), ("ITL", "itl_s")):
         right.add_row(label, *(_ms(window[name], quantile) for quantile in quantiles))
     row.add_row(*grids)
-    each = window.get("output_tokens_each_s") or ()
+    each = window["output_tokens_each_s"]
     return Group(row, Text(sparkline(each), "green")) if any(each) else row
 
 
@@ -156,8 +156,8 @@ def _workers(view: Mapping[str, Any], width: int) -> RenderableType:
 def _error(worker: Mapping[str, Any]) -> Text:
     """Return by what share half of its predicted times to a first token were off; red if it is
     routed by load alone for it."""
-    prediction = worker.get("prediction")  # a gateway of before predicts nothing
-    if not prediction or prediction["ttft_error"] is None:
+    prediction = worker["prediction"]
+    if prediction["ttft_error"] is None:
         return Text("")
     style = "" if prediction["believed"] else "red"
     return Text(f"{prediction['ttft_error']:.0%}", style)
@@ -166,20 +166,20 @@ def _error(worker: Mapping[str, Any]) -> Text:
 def _cached(worker: Mapping[str, Any]) -> str:
     """Return which share of the last minute's prompts its prefix cache had, and of this what came
     from below its pool."""
-    prompts = worker.get("prompts")  # a gateway of before tells none
-    if not prompts or not prompts["tokens"]:
+    prompts = worker["prompts"]
+    if not prompts["tokens"]:
         return ""
     below = [
         f", {tier} {100 * prompts[f'{tier}_tokens'] / prompts['tokens']:.0f}"
         for tier in ("dram", "ssd")
-        if prompts.get(f"{tier}_tokens")
+        if prompts[f"{tier}_tokens"]
     ]
     return f"{prompts['cached_tokens'] / prompts['tokens']:.0%}{''.join(below)}"
 
 
 def _role(worker: Mapping[str, Any]) -> str:
     """Return what a worker is at the moment; of one that may be either its home, too."""
-    if worker.get("moves"):  # a gateway of before knows no pools
+    if worker["moves"]:
         is_away = worker["pool"] != worker["home"]
         return f"{worker['pool']} ({worker['home']})" if is_away else worker["pool"]
     is_colocated = worker["incarnation"] in worker["paired"]
@@ -188,7 +188,7 @@ def _role(worker: Mapping[str, Any]) -> str:
 
 def _pairs(worker: Mapping[str, Any]) -> str:
     """Return how many others it can push KV to; '' of one that never does."""
-    if not worker.get("moves") and worker["role"] != "prefill":
+    if not worker["moves"] and worker["role"] != "prefill":
         return ""
     return str(len({*worker["paired"]} - {worker["incarnation"]}))
 

@@ -13,7 +13,6 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from shared.kv.events import BlockStored, KvEvent
 from shared.telemetry.loop_lag import BLOCKED_S
 from shared.worker_status import WorkerStatus
 
@@ -77,8 +76,6 @@ class WorkerMetrics:
         self.step_rows = counter("step_rows", "Rows (sequence shares) computed")
         self.prompt_tokens = counter("prompt_tokens", "Tokens looked up in the prefix cache")
         self.cached_tokens = counter("cached_tokens", "Tokens found in the prefix cache")
-        self.kv_stored = counter("kv_blocks_stored", "KV blocks that became findable")
-        self.kv_removed = counter("kv_blocks_removed", "Findable KV blocks that went")
         self.tier_stored = counter("tier_blocks_stored", "KV blocks copied below the pool", "tier")
         self.tier_loaded = counter(
             "tier_tokens_loaded", "Tokens whose KV came back from there", "tier"
@@ -126,10 +123,6 @@ class WorkerMetrics:
             if self._lag_s >= BLOCKED_S
             else ""
         )
-
-    def kv_changed(self, event: KvEvent) -> None:
-        """See ``KvListener``."""
-        (self.kv_stored if isinstance(event, BlockStored) else self.kv_removed).inc()
 
     def preempted(self, number: int) -> None:
         """Take in that so many sequences lost their blocks; prompts for other workers never do."""

@@ -17,7 +17,6 @@ class UcxSettings:
     tls: UCX_TLS. All but posix: between containers that share an IPC namespace but no PID namespace
     posix connects and then fails, while sysv works; UCX itself drops what the machine lacks and
     what cannot report a dead peer (cma).
-    net_devices: UCX_NET_DEVICES; '' leaves the choice to UCX.
     keepalive_interval_s: how soon the death of a process on the same host is seen.
     tcp_segment_bytes: UCX's own 8 KiB cost a factor of 5; 1 MiB leave the core's cache, and a frame
     of 1 MiB with its header takes two of them.
@@ -42,7 +41,6 @@ class UcxSettings:
     """
 
     tls: str = "^posix"
-    net_devices: str = ""
     keepalive_interval_s: float = 1.0
     tcp_segment_bytes: int = 256 << 10
     spin_s: float = 100e-6
@@ -71,8 +69,6 @@ class UcxSettings:
             "UCX_TCP_RX_SEG_SIZE": str(self.tcp_segment_bytes),
             "UCX_RNDV_THRESH": "8192",
         }
-        if self.net_devices:
-            wanted["UCX_NET_DEVICES"] = self.net_devices
         for name, value in wanted.items():
             environment.setdefault(name, value)
         if "inf" in (threshold := environment["UCX_RNDV_THRESH"].lower()):

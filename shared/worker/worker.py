@@ -221,7 +221,6 @@ class MeshWorker:
             watermark_blocks=config.watermark_blocks,
             budget=self._budget,
         )
-        self.pool.listen(self._home_metrics.kv_changed)
         self.journal = Journal(self.pool.block_size)
         self.pool.listen(self.journal)
         self.leases = Leases(self.pool, LeasePolicy(max_leases=config.max_requests))

@@ -18,8 +18,10 @@ def a_view(**changes: Any) -> dict[str, Any]:
     blocks = {"total": 100, "free": 40, "reserved": 50, "quarantined": 10}
     worker: dict[str, Any] = {
         "running": 3, "waiting": 2, "pending_tokens": 12345, "blocks": blocks, "step_s": 0.0125,
-        "paired": [], "state": "usable",
+        "paired": [], "state": "usable", "moves": False,
+        "prediction": {"believed": True, "ttft_error": None},
     }  # fmt: skip
+    prompts = {"tokens": 0, "cached_tokens": 0, "dram_tokens": 0, "ssd_tokens": 0}
     return {
         "version": "1.2.3",
         "ready": True,
@@ -29,9 +31,9 @@ def a_view(**changes: Any) -> dict[str, Any]:
         "gateway": {"incarnation": "cc", "running": 5, "queued": 7, "refused": 11},
         "workers": [
             {**worker, "incarnation": PREFILL, "role": "prefill", "address": "10.0.0.1:1",
-             "paired": [DECODE]},
+             "paired": [DECODE], "prompts": {**prompts}},
             {**worker, "incarnation": DECODE, "role": "decode", "address": "10.0.0.2:2",
-             "state": "suspect"},
+             "state": "suspect", "prompts": {**prompts}},
         ],
         "window": {
             "seconds": 60, "requests": 42, "failed": 1, "output_tokens_per_s": 1234.5,
@@ -46,6 +48,7 @@ def a_view(**changes: Any) -> dict[str, Any]:
         "hot_prefixes": [
             {"hash": "00c0ffee00c0ffee", "tokens": 12032, "share": 0.375, "workers": 3},
         ],
+        "planner": None,
         **changes,
     }  # fmt: skip
 

@@ -96,9 +96,6 @@ class AnswerMetrics(AnswerWatcher):
         self._cached_tokens = counts(
             "cached_tokens", "Those of them whose KV prefill found in its prefix cache"
         )
-        self._fetched_tokens = counts(
-            "fetched_tokens", "Those of them that another worker's cache sent for this prompt"
-        )
         self._cached_by_tier = counts(
             "cached_tokens_by_tier",
             "Prompt tokens of ended answers that prefill did not compute, by where they lay",
@@ -144,7 +141,6 @@ class AnswerMetrics(AnswerWatcher):
 
     def ended(self, now: float, receipt: Receipt, error: str) -> None:
         self._attempts.add(receipt.attempts)
-        self._fetched_tokens.add(receipt.fetched_tokens)
         for tier, num_tokens in receipt.cached_by_tier.items():
             self._cached_by_tier.add(num_tokens, tier)
         for reason in receipt.errors[: max(0, receipt.attempts - 1)]:

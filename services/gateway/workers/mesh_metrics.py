@@ -85,29 +85,12 @@ class _MeshCollector(Collector):
         for pool in Pool:
             pools.add_metric([pool.value], now[pool])
         yield pools
-        yield from self._planned()
-
-    def _planned(self) -> Iterator[Metric]:
-        """What an autoscaler reads: only the gateway that decides says how many are wanted."""
+        # What an autoscaler reads: only the gateway that decides says how many are wanted.
         wanted = GaugeMetricFamily(
             "pdmesh_gateway_workers_wanted", "Workers that the planner wants", labels=["role"]
         )
-        busy = GaugeMetricFamily(
-            "pdmesh_gateway_planner_busy_ratio",
-            "Share of their time that the workers here would compute",
-            labels=["role"],
-        )
         planner = self._mesh.planner
-        decides = planner is not None and planner.acts
-        if planner is not None and decides:
+        if planner is not None and planner.acts:
             for kind, num in planner.decision.wanted.items():
                 wanted.add_metric([kind.value], num)
-            for kind, share in planner.decision.busy.items():
-                busy.add_metric([kind.value], share)
         yield wanted
-        yield busy
-        yield GaugeMetricFamily(
-            "pdmesh_gateway_planner_decides",
-            "1 on the gateway that decides how many workers there are",
-            value=int(decides),
-        )

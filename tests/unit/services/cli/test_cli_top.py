@@ -65,7 +65,7 @@ def test_what_prefix_caches_had_is_a_column() -> None:
     """Of the last minute's prompts; nothing where none was read."""
     view = a_view()
     for worker, (tokens, cached) in zip(view["workers"], ((30, 16), (0, 0)), strict=True):
-        worker["prompts"] = {"tokens": tokens, "cached_tokens": cached}
+        worker["prompts"] |= {"tokens": tokens, "cached_tokens": cached}
     (head,) = (line for line in drawn(view) if line.startswith("role"))
     assert " cached " in head
     lines = drawn(view)
