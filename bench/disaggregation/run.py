@@ -19,8 +19,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Collection, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Collection, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +36,7 @@ from services.cli.bench.records import Run
 from services.cli.bench.search import RateSearch
 from services.cli.bench.sources import Lengths, Sessions, Shape
 from services.cli.bench.summary import summarize
-from services.cli.bench.workload import Fit, Load, Source, plan
+from services.cli.bench.workload import Ask, Fit, Load, Source, plan
 from services.local import LocalMesh, local_mesh, plan_services, wait_for_pair
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig
 from shared.model_folder import DEMO_FOLDER
@@ -298,9 +299,29 @@ async def send(endpoints: Sequence[ServerEndpoint], source: Source, load: Load, 
     """Send one workload, fitted to the model."""
     fit = fit_of(endpoints, Fit(scale=SCALE, max_input=1400, max_output=200))
     workload = plan(source, load, fit)
+    chosen = servers_of(workload.asks, len(endpoints))
     return await run_open_loop(
-        endpoints, workload, prompt_seed=seed, vocab=VOCAB - 100, spread="prefix"
+        endpoints, workload, prompt_seed=seed, vocab=VOCAB - 100, chosen=chosen
     )
+
+
+def servers_of(asks: Iterable[Ask], num_servers: int) -> list[int]:
+    """Return the server of each request, as an index: the one that was sent most of its leading
+    blocks before, if more than half, else the next in turn. It is what a router would do that knew
+    the prefix caches of its servers, if they kept all; how busy they are it does not see."""
+    seen: list[set[int]] = [set() for _ in range(num_servers)]
+    chosen: list[int] = []
+    turn = 0
+    for ask in asks:
+        ids = ask.block_ids
+        known = [sum(1 for _ in takewhile(blocks.__contains__, ids)) for blocks in seen]
+        if 2 * max(known) > len(ids):
+            chosen.append(known.index(max(known)))
+        else:
+            chosen.append(turn % num_servers)
+            turn += 1
+        seen[chosen[-1]].update(ids)
+    return chosen
 
 
 async def measure(

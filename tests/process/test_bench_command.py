@@ -160,33 +160,6 @@ async def test_every_way_to_miss_is_told_apart() -> None:
     assert run["errors"]["the worker is gone"] == 1
 
 
-async def test_a_conversation_can_stay_with_one_of_several_servers(tmp_path: Path) -> None:
-    """``--spread prefix``: turns of a trace's two conversations go where their first turns went."""
-    trace = tmp_path / "trace.jsonl"
-    turns = [[0, 1, 2], [0, 3, 4], [0, 3, 4, 5], [0, 1, 2, 6]]
-    lines = [
-        {
-            "timestamp": 10 * at,
-            "input_length": 512 * len(ids),
-            "output_length": 3,
-            "hash_ids": ids,
-        }
-        for at, ids in enumerate(turns)
-    ]
-    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    one, other = (OpenAiMock("every", takes_ids=True, is_strict=False) for _ in range(2))
-    flags = ("--trace", str(trace), "--warmup", "0", "--output", str(tmp_path / "report"))
-    async with openai_mock(one), openai_mock(other):
-        found: dict[str, list[str]] = {}
-        for spread in ("round-robin", "prefix"):
-            code, report, _ = await benched(one.url, other.url, *flags, "--spread", spread)
-            assert is_good(code, report)
-            rows = csv.DictReader((tmp_path / "report" / "requests.csv").read_text().splitlines())
-            found[spread] = [row["url"] for row in rows]
-    assert found["round-robin"] == [one.url, other.url, one.url, other.url]
-    assert found["prefix"] == [one.url, other.url, other.url, one.url]
-
-
 async def test_an_answer_that_never_ends_is_given_up() -> None:
     """After --timeout; it is missed."""
     mock = OpenAiMock("every", takes_ids=True, is_strict=False)

@@ -12,7 +12,7 @@ from cyclopts import Group, Parameter, Token
 
 from services.cli.bench.endpoints import Api
 from services.cli.bench.sources import SHAPES, fixed, read_trace
-from services.cli.bench.workload import Arrivals, Fit, Load, Source, Spread
+from services.cli.bench.workload import Arrivals, Fit, Load, Source
 from services.cli.flags import require
 from services.cli.sources import flag_of
 from shared.errors import InvalidRequest
@@ -70,8 +70,7 @@ UrlsFlag = Annotated[
         group=_SERVER,
         negative="",
         show_default=lambda urls: " ".join(urls),
-        help="The server: http:// or https://. Given several times, requests are spread: see "
-        "--spread.",
+        help="The server: http:// or https://. Given several times, they get requests in turn.",
     ),
 ]
 
@@ -155,11 +154,6 @@ class BenchFlags:
 
     api: Annotated[Api, _server] = "auto"
     """Which of OpenAI's; auto takes completions where they are served."""
-
-    spread: Annotated[Spread, _server] = "round-robin"
-    """Which of several servers gets a request: the next in turn; or (prefix) the one that was sent
-    most of the prompt's leading blocks before, if more than half, as a router that knows their
-    prefix caches would."""
 
     timeout: Annotated[float, _server, _time, _seen_time] = 600.0
     """Longest wait for the end of an answer."""

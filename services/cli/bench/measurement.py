@@ -102,5 +102,4 @@ class Measurement:
             answer_within_s=self.flags.timeout,
             # New tokens in every run: no prefix cache shall know them from the run before.
             prompt_seed=secrets.randbits(32),
-            spread=self.flags.spread,
         )

@@ -18,7 +18,7 @@ from typing import NoReturn
 from services.cli.bench.endpoints import ServerEndpoint
 from services.cli.bench.prompts import DEFAULT_VOCAB, Prompts
 from services.cli.bench.records import Ending, Record, Run
-from services.cli.bench.workload import Spread, Workload, servers_of
+from services.cli.bench.workload import Workload
 from shared.errors import InvalidRequest
 
 ANSWER_WITHIN_S = 600.0
@@ -57,17 +57,19 @@ async def run_open_loop(
     answer_within_s: float = ANSWER_WITHIN_S,
     prompt_seed: int = 0,
     vocab: int = DEFAULT_VOCAB,
-    spread: Spread = "round-robin",
+    chosen: Sequence[int] | None = None,
 ) -> Run:
-    """Send a workload, spread over the endpoints, and wait for every answer.
+    """Send a workload and wait for every answer.
 
+    chosen: the place of each request's endpoint; None = they get requests in turn.
     run: filled in as it goes, so that who is cancelled keeps what there is; its last requests are
     UNFINISHED then.
     Raises InvalidRequest: more prompts than memory should hold.
     """
     run = run or Run(workload, rate=workload.rate)
     run.prompt_seed = prompt_seed
-    servers = [endpoints[at] for at in servers_of(workload.asks, len(endpoints), spread)]
+    places = chosen or [at % len(endpoints) for at in range(len(workload.asks))]
+    servers = [endpoints[at] for at in places]
     requests = _prepare(servers, workload, prompt_seed, vocab)
     allow_many_connections()
 

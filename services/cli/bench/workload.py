@@ -10,7 +10,7 @@ import math
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import islice, takewhile
+from itertools import islice
 from typing import Final, Literal, Protocol
 
 from shared.errors import InvalidRequest
@@ -19,7 +19,6 @@ BLOCK_TOKENS = 512
 """Of Mooncake's traces: what one id of ``hash_ids`` stands for."""
 
 Arrivals = Literal["auto", "poisson", "trace"]
-Spread = Literal["round-robin", "prefix"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,28 +141,6 @@ def plan(source: Source, load: Load, fit: Fit = AS_IT_COMES) -> Workload:
         num_skipped=num_skipped,
         arrivals="trace" if keeps_times else _gap_name(load),
     )
-
-
-def servers_of(asks: Iterable[Ask], num_servers: int, spread: Spread) -> list[int]:
-    """Return the server of each request, as an index.
-
-    'prefix': the one that was sent most of the request's leading blocks before, if more than half;
-    otherwise, and for 'round-robin' always, the next in turn. It is what a router would do that
-    knew the prefix caches of its servers, if they kept all; how busy they are it does not see.
-    """
-    seen: list[set[int]] = [set() for _ in range(num_servers)]
-    chosen: list[int] = []
-    turn = 0
-    for ask in asks:
-        ids = ask.block_ids if spread == "prefix" else ()
-        known = [sum(1 for _ in takewhile(blocks.__contains__, ids)) for blocks in seen]
-        if 2 * max(known) > len(ids):
-            chosen.append(known.index(max(known)))
-        else:
-            chosen.append(turn % num_servers)
-            turn += 1
-        seen[chosen[-1]].update(ids)
-    return chosen
 
 
 def _rate_of(source: Source, load: Load, fit: Fit) -> float:

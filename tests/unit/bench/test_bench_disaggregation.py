@@ -20,9 +20,11 @@ from bench.disaggregation.run import (
     parse,
     repetitions_of,
     resume,
+    servers_of,
     set_goals,
 )
 from bench.record import Goal, Record
+from services.cli.bench.workload import Ask
 
 
 def alone(
@@ -174,3 +176,13 @@ def test_a_run_goes_on_with_a_record_of_the_same_systems(tmp_path: Path) -> None
         resume(record, path, [DISAGGREGATED, COLOCATED, f"{COLOCATED}, 10 ms"], ["a load"])
     with pytest.raises(SystemExit, match="no record to go on with"):
         resume(record, tmp_path / "another.json", [DISAGGREGATED, COLOCATED], ["a load"])
+
+
+def test_requests_go_to_the_server_that_knows_their_prefix() -> None:
+    """More than half of the blocks is enough, a shared first one is not; new ones go in turn."""
+    asks = [
+        Ask(num_input=1, num_output=1, block_ids=ids)
+        for ids in [(0, 1, 2), (0, 3, 4), (0, 3, 4, 5), (0, 1, 2, 6), (0, 7), (0, 3, 8, 9), ()]
+    ]
+    assert servers_of(asks, 2) == [0, 1, 1, 0, 0, 1, 0]
+    assert servers_of(asks, 1) == [0] * 7

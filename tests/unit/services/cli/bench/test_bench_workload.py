@@ -13,7 +13,7 @@ import pytest
 
 from services.cli.bench.prompts import Prompts
 from services.cli.bench.sources import SHAPES, Trace, fixed
-from services.cli.bench.workload import Ask, Fit, Load, Workload, plan, servers_of
+from services.cli.bench.workload import Ask, Fit, Load, Workload, plan
 from shared.errors import InvalidRequest
 
 TRACE = Trace(
@@ -161,31 +161,3 @@ def test_words_are_as_many_as_the_tokenizer_needs() -> None:
     prompts = Prompts(Workload(name="w", asks=asks), tokens_per_word=2.0)
     assert len(prompts.text(0).split()) == 150
     assert len(prompts.text(1).split()) == 1
-
-
-def test_requests_go_to_the_server_that_knows_their_prefix() -> None:
-    """More than half of the blocks is enough, a shared first one is not; new ones go in turn."""
-    asks = [
-        Ask(num_input=1, num_output=1, block_ids=ids)
-        for ids in [(0, 1, 2), (0, 3, 4), (0, 3, 4, 5), (0, 1, 2, 6), (0, 7), (0, 3, 8, 9), ()]
-    ]
-    assert servers_of(asks, 2, "prefix") == [0, 1, 1, 0, 0, 1, 0]
-    assert servers_of(asks, 2, "round-robin") == [0, 1, 0, 1, 0, 1, 0]
-    assert servers_of(asks, 1, "prefix") == [0] * 7
-
-
-def test_sessions_stay_on_one_server_and_servers_share_the_sessions() -> None:
-    """With Mooncake-shaped requests: nearly all that was sent before is found where it goes."""
-    asks = plan(SHAPES["mooncake"], Load(rate=1.0, num_requests=400)).asks
-    kept: dict[str, float] = {}
-    for spread in ("round-robin", "prefix"):
-        chosen = servers_of(asks, 2, spread)
-        seen: list[set[int]] = [set(), set()]
-        known = total = 0
-        for ask, at in zip(asks, chosen, strict=True):
-            known += len(seen[at].intersection(ask.block_ids))
-            total += len(ask.block_ids)
-            seen[at].update(ask.block_ids)
-        kept[spread] = known / total
-        assert 0.35 < chosen.count(0) / len(chosen) < 0.65
-    assert kept["prefix"] > 1.2 * kept["round-robin"]
