@@ -424,9 +424,6 @@ class WorkerConfig(ServiceConfig):
     max_requests: Annotated[int, Between(1)] = 1024
     """Answers in hand at once, waiting ones included; more are refused."""
 
-    watermark_blocks: Annotated[int, Between(0)] = 0
-    """Blocks that reservations leave free for running answers to grow into."""
-
     tbt_target_s: Annotated[float, AboveZero(60)] = 0.05
     """Colocated or movable only: how long a step may take while answers run, and so the time
     between tokens; prompts get what those leave of it. An explicit --token-budget is obeyed

@@ -60,8 +60,6 @@ class PoolStatistics:
 class BlockPool:
     """All KV blocks of one engine.
 
-    watermark_blocks: what a newcomer leaves free, so that running sequences can grow (vLLM's
-    watermark).
     model_key: fingerprint + layout digest; keys the prefix cache. cache_prefixes: off = every block
     is private.
     """
@@ -72,7 +70,6 @@ class BlockPool:
         block_size: int,
         *,
         model_key: bytes = b"",
-        watermark_blocks: int = 0,
         cache_prefixes: bool = True,
     ) -> None:
         if block_size < 1:
@@ -83,7 +80,6 @@ class BlockPool:
         self.block_size = block_size
         """Token positions of a block."""
         self._model_key = model_key
-        self._watermark_blocks = watermark_blocks
         self._cache_prefixes = cache_prefixes
         self._num_claimed = 0
         self._num_acquired_tokens = 0
@@ -102,16 +98,9 @@ class BlockPool:
         return self._allocator.num_held
 
     @property
-    def keep_free_for_growth(self) -> int:
-        """Blocks that an admission must leave: the watermark, or 0 if nobody is there who could
-        grow."""
-        return self._watermark_blocks if self._allocator.num_held else 0
-
-    @property
     def keep_free_for_newcomers(self) -> int:
-        """What a new reservation must leave: the watermark and what preempted or stalled sequences
-        wait for."""
-        return self.keep_free_for_growth + self._num_claimed
+        """What a new reservation must leave: what preempted or stalled sequences wait for."""
+        return self._num_claimed
 
     @property
     def num_lacking(self) -> int:

@@ -335,10 +335,8 @@ class Scheduler:
     def _admit(self, sequence: Sequence) -> bool:
         assert sequence.chain is not None
         pool, tokens = self._pool, sequence.tokens
-        most, keep = sequence.most_cached_tokens, pool.keep_free_for_growth
-        table = pool.acquire(
-            sequence.chain, tokens, len(tokens), max_hit_tokens=most, keep_free=keep
-        )
+        most = sequence.most_cached_tokens
+        table = pool.acquire(sequence.chain, tokens, len(tokens), max_hit_tokens=most)
         if table is None:
             return False
         sequence.table = table

@@ -208,7 +208,6 @@ def pool_and_scheduler(
     config: WorkerConfig,
     engine: Engine,
     *,
-    watermark_blocks: int = 0,
     budget: StepBudget | None = None,
 ) -> tuple[BlockPool, Scheduler]:
     """Return the books of an engine's KV blocks, and the scheduler on top.
@@ -219,7 +218,6 @@ def pool_and_scheduler(
         engine.num_blocks,
         engine.block_size,
         model_key=engine.spec.fingerprint + engine.layout.digest,
-        watermark_blocks=watermark_blocks,
         cache_prefixes=config.cache_prefixes,
     )
     policy = SchedulePolicy(

@@ -215,12 +215,7 @@ class MeshWorker:
     def _open_books(self, profile: MachineProfile) -> None:
         config = self._config
         self._budget = self._step_budget(profile)
-        self.pool, self.scheduler = pool_and_scheduler(
-            config,
-            self._engine,
-            watermark_blocks=config.watermark_blocks,
-            budget=self._budget,
-        )
+        self.pool, self.scheduler = pool_and_scheduler(config, self._engine, budget=self._budget)
         self.journal = Journal(self.pool.block_size)
         self.pool.listen(self.journal)
         self.leases = Leases(self.pool, LeasePolicy(max_leases=config.max_requests))

@@ -39,7 +39,7 @@ class LeasesMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(8, 2, watermark_blocks=1)
+        self.pool = BlockPool(8, 2)
         self.leases = Leases(self.pool, POLICY)
         self.now = 0.0
         self.known: list[Lease] = []

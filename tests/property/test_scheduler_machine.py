@@ -61,21 +61,17 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(
         num_blocks=st.integers(3, 14),
-        watermark=st.integers(0, 2),
         max_running=st.integers(1, 6),
         budget=st.integers(1, 24),
         max_preemptions=st.integers(0, 2),
     )
-    def start(
-        self, num_blocks: int, watermark: int, max_running: int, budget: int, max_preemptions: int
-    ) -> None:
+    def start(self, num_blocks: int, max_running: int, budget: int, max_preemptions: int) -> None:
         """Any limits."""
         self.max_running, self.budget = max_running, budget
         self.max_preemptions = max_preemptions
         self.worker = Worker(
             num_blocks=num_blocks,
             block_size=3,
-            watermark_blocks=watermark,
             model=MODEL,
             max_running=max_running,
             token_budget=budget,

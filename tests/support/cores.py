@@ -44,7 +44,6 @@ class Worker:
         *,
         num_blocks: int = 64,
         block_size: int = 4,
-        watermark_blocks: int = 0,
         cache_prefixes: bool = True,
         model: FakeModel = MODEL,
         **policy: Any,
@@ -53,7 +52,6 @@ class Worker:
         self.pool = BlockPool(
             num_blocks,
             block_size,
-            watermark_blocks=watermark_blocks,
             cache_prefixes=cache_prefixes,
         )
         self.scheduler = Scheduler(

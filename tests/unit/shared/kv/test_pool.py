@@ -102,20 +102,18 @@ def test_growth_comes_all_or_none() -> None:
 
 
 def test_keep_free_is_left_for_others() -> None:
-    """A newcomer is refused when it would go below the watermark."""
+    """A newcomer is refused when it would take what is spoken for."""
     pool = BlockPool(4, 4)
     assert pool.acquire(pool.new_chain(), range(12), 12, max_hit_tokens=0, keep_free=2) is None
     assert pool.acquire(pool.new_chain(), range(8), 8, max_hit_tokens=0, keep_free=2) is not None
 
 
-def test_the_watermark_holds_only_while_somebody_could_grow() -> None:
-    """The first to come may take the whole pool, unless some of it is spoken for."""
-    pool = BlockPool(4, 4, watermark_blocks=1)
+def test_what_is_claimed_is_kept_from_newcomers() -> None:
+    """Sequences that run here come before reservations."""
+    pool = BlockPool(4, 4)
     assert pool.keep_free_for_newcomers == 0
     pool.claim(2)
-    assert (pool.keep_free_for_growth, pool.keep_free_for_newcomers) == (0, 2)
-    a_table(pool, range(4))
-    assert (pool.keep_free_for_growth, pool.keep_free_for_newcomers) == (1, 3)
+    assert pool.keep_free_for_newcomers == 2
 
 
 def test_a_published_prefix_is_found() -> None:

@@ -541,17 +541,6 @@ def test_a_preempted_sequence_claims_its_room() -> None:
     assert worker.pool.statistics().num_claimed == 0
 
 
-def test_a_newcomer_leaves_the_watermark() -> None:
-    """Running sequences keep room to grow; the first may take everything."""
-    worker = Worker(num_blocks=4, watermark_blocks=1)
-    worker.scheduler.add_prefill(a_sequence(tuple(range(20, 32))))
-    worker.scheduler.add_prefill(a_sequence(2))
-    assert len(worker.scheduler.plan().rows) == 1
-    lone = Worker(num_blocks=4, watermark_blocks=1)
-    lone.scheduler.add_prefill(a_sequence(16))
-    assert len(lone.scheduler.plan().rows) == 1
-
-
 # --- misuse -------------------------------------------------------------------------------------
 
 
