@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from shared import wire
-from shared.errors import MeshError, RemoteProtocolError, TooLarge
+from shared.errors import MeshError, RemoteProtocolError, TooLarge, WorkerLost
 from shared.home import Role
 from shared.ids import Incarnation, StreamId
 from shared.messages import codec
@@ -83,8 +83,10 @@ class Door(GatewaySessions):
 
     def session_closed(self, session: GatewaySession, *, is_silent: bool) -> None:
         """See ``GatewaySessions``."""
+        # To the worker at the other end of a push this is an error: its own session may live on.
+        error = WorkerLost("the gateway's session with the other worker ended")
         for request in list(self._opened.pop(session).requests.values()):
-            self.requests.cancel(request)
+            self.requests.cancel(request, error)
         if is_silent:
             self._on_silent(session.gateway)
 

@@ -248,12 +248,13 @@ class Requests:
             )
         return request
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: Request, error: MeshError | None = None) -> None:
         """The gateway wants no more. Allowed at any time, also twice; it hears nothing but
-        ``ended``."""
+        ``ended``. error: for the worker at a push's other end; None = the gateway tells it."""
         request.error = request.error or CANCELLED
-        error = LeaseLost("the gateway cancelled the request", code="cancelled")
-        self._handle(request, LifeEvent.CANCELLED, error if request.task is Task.ANSWER else None)
+        if error is None and request.task is Task.ANSWER:
+            error = LeaseLost("the gateway cancelled the request", code="cancelled")
+        self._handle(request, LifeEvent.CANCELLED, error)
 
     def _deadline_passed(self, request: Request) -> None:
         error = DeadlinePassed(f"the deadline passed during {_WHEN.get(request.task, 'decode')}")

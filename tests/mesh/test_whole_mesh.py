@@ -510,18 +510,32 @@ async def test_a_lost_session_fails_over_before_its_connection_is_closed(
         async with asyncio.TaskGroup() as tasks:
             asked = tasks.create_task(mesh.ask(a_prompt(50), 100))
             await asyncio.sleep(0.5)
-            worker = _busy(mesh, "decode")
-            session = next(
-                session
-                for session in mesh.gateways[0].members.sessions
-                if session.worker.incarnation == worker.incarnation
-            )
+            session = _session_with(mesh, _busy(mesh, "decode"))
             session._control.close(WorkerLost("for a test"))
         answer = asked.result()
         assert answer.token_ids == expected(a_prompt(50), 100)
         assert answer.receipt["attempts"] == 2
         gaps = [after - before for before, after in pairwise(answer.arrived_at)]
         assert max(gaps) < 1.0
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@virtual_time
+async def test_a_session_that_breaks_while_kv_travels_costs_no_answer(role: str) -> None:
+    """The client has its first token, and the worker at the other end still a session: it must
+    not wait for KV that nobody sends any more, and the gateway not for its word."""
+    async with whole_mesh(num_prefill=2, num_decode=2, timing=SLOW) as mesh:
+        mesh.fabric.settings = LoopbackSettings(latency_s=0.0005, bytes_per_s=1e4)
+
+        def break_session(answer: Answer) -> None:
+            if len(answer.token_ids) == 1:
+                _session_with(mesh, _busy(mesh, role))._control.close(WorkerLost("for a test"))
+                mesh.fabric.settings = LoopbackSettings(latency_s=0.0005, bytes_per_s=1e9)
+
+        prompt = a_prompt(200)
+        answer = await mesh.ask(prompt, 8, on_token=break_session, timeout_s=60.0)
+        assert answer.token_ids == expected(prompt, 8)
+        assert answer.receipt["attempts"] == 2
 
 
 @virtual_time
@@ -628,6 +642,15 @@ def _busy(mesh: WholeMesh, role: str) -> Any:
         if session.worker.role.value == role and session.num_legs
     )
     return next(w for w in mesh.workers if w.incarnation == worker.incarnation)
+
+
+def _session_with(mesh: WholeMesh, worker: Any) -> Any:
+    """Return the gateway's session with a worker."""
+    return next(
+        session
+        for session in mesh.gateways[0].members.sessions
+        if session.worker.incarnation == worker.incarnation
+    )
 
 
 async def _ask_all(mesh: WholeMesh, prompts: list[list[int]], num_tokens: int) -> list[Answer]:

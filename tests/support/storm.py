@@ -7,6 +7,7 @@ import asyncio
 import hashlib
 import random
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 from services.gateway.limits import seed_of_choice
@@ -74,11 +75,19 @@ async def _client(mesh: WholeMesh, chance: random.Random, number: int, history: 
 
 
 async def _chaos(mesh: WholeMesh, chance: random.Random, roles: list[str]) -> None:
-    for _ in range(4):
-        await asyncio.sleep(chance.uniform(0.3, 1.5))
+    for _ in range(6):
+        await asyncio.sleep(chance.uniform(0.3, 1.2))
         role = chance.choice(roles)
         victims = [worker for worker in mesh.workers if worker.host.startswith(role)]
+        # KV that travels slowly is struck, too.
+        mesh.fabric.settings = replace(
+            mesh.fabric.settings, bytes_per_s=chance.choice([1e9, 1e9, 2e4])
+        )
         if chance.random() < 0.3:
+            sessions = [it for it in mesh.gateways[0].members.sessions if it.num_legs]
+            for session in sessions[:2]:
+                session._control.close(WorkerLost("for a test"))
+        elif chance.random() < 0.4:
             mesh.network.fabric.partition(victims[0].host, "gateway-0")
             await asyncio.sleep(chance.uniform(0.5, 4))
             mesh.network.fabric.heal()
