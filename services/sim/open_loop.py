@@ -158,7 +158,10 @@ def run_open_loop(
         if num_done != num_steps or not under_way:
             num_steps, moved_at = num_done, mesh.clock.now
         elif mesh.clock.now > moved_at + PATIENCE_S:
-            raise InvariantViolated(f"{len(under_way)} requests, and nobody computes")
+            raise InvariantViolated(
+                f"{len(under_way)} requests wait, and for {PATIENCE_S:g} simulated seconds no step "
+                "has ended: does one step, or one transfer, take so long?"
+            )
 
     def is_over() -> bool:
         nonlocal num_looks

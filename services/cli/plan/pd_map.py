@@ -112,11 +112,14 @@ def pd_map(
         mix = shown.get(other)
         table.add_row(f"{other}D", *row, f"{other}M {_share(mix)}" if mix else "")
     console.print(table)
+    so_far = "" if len(runs) == num else " so far"
     if least is not None:
-        console.print(f"fewest workers that attain {flags.attainment:.0%}: {least.shape}")
+        console.print(f"fewest workers that attain {flags.attainment:.0%}{so_far}: {least.shape}")
         print_lines(lines(found, flags))
     else:
-        console.print(f"no mesh of at most {workers} workers attains {flags.attainment:.0%}")
+        console.print(
+            f"no mesh of at most {workers} workers attains {flags.attainment:.0%}{so_far}"
+        )
     print_lines(impossible)
     return kept.exit_code()
 

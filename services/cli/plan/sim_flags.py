@@ -40,6 +40,9 @@ QS: Final = {"p50": 50.0, "p90": 90.0, "p99": 99.0}
 
 MOST_REQUESTS: Final = 1_000_000
 
+MOST_SPAN_S: Final = 7 * 86400.0
+"""An idle mesh reports, too: a day of it takes a minute to simulate."""
+
 MOST_ANSWERS: Final = 20_000
 """Answers whose single gaps are looked at; a million answers have hundreds of millions."""
 
@@ -111,11 +114,16 @@ class SimFlags:
             ("--block-size", 1 <= self.block_size <= 4096, "1..4096"),
             ("--token-budget", 0 <= self.token_budget <= 1 << 20, f"0..{1 << 20}"),
             ("--max-running", 1 <= self.max_running <= 1 << 16, f"1..{1 << 16}"),
-            ("--rate", 0 < self.rate < 1e6, "above 0: nothing would ever arrive"),
+            ("--rate", 0 < self.rate < 1e6, "above 0 and below 1e6"),
             ("--attainment", 0 < self.attainment <= 1, "above 0 and at most 1"),
             ("--scale-lengths", 0.001 <= self.scale_lengths <= 1000, "0.001..1000"),
             ("--policy", self.policy in POLICIES, known),
         )
+        if (span_s := self.num_requests / self.rate) > MOST_SPAN_S:
+            raise InvalidRequest(
+                f"{self.num_requests} requests at --rate {self.rate:g} take {span_s / 86400:.3g} "
+                f"days to arrive, and a run is of {MOST_SPAN_S / 86400:.0f} at most"
+            )
         self.times.check()
         for part in (self.slo, read_link(self.link), self._source):
             assert part is not None
@@ -302,7 +310,8 @@ class _Requests(Sequence[SimRequest]):
 def _tokens(ask: Ask, idx: int, block_tokens: int) -> tuple[int, ...]:
     tokens: list[int] = []
     for block_id in ask.block_ids[: -(-ask.num_input // block_tokens)]:
-        tokens += [block_id + 1] * block_tokens
+        # A token has 32 bits. Ids that are longer are hashes, whose low half tells as much.
+        tokens += [block_id + 1 & 0xFFFF_FFFF] * block_tokens
     own = random.Random(idx).getrandbits(30)
     tokens = tokens[: ask.num_input]
     return (*tokens, *([own] * (ask.num_input - len(tokens))))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Final, NamedTuple
 
 from services.cli.plan.explain import Explained, explain, lines, num_runs
 from services.cli.plan.sim_flags import QS, SimFlags, latencies
 from services.cli.plan.sim_report import Row, begin_report, draw_lines, report_files
-from services.cli.plan.view import Kept, progress, say_how_long
+from services.cli.plan.view import Kept, counted, progress, say_how_long
 from services.cli.sources import PLAIN, QUIET, JsonFlag
 from services.cli.words import plain_console, plain_table, print_json, print_lines
 from services.planner.core.mesh_text import MeshShape, read_mesh
@@ -60,7 +61,7 @@ def simulate(
         facts["what_if"] = asdict(found)
     if output is not None:
         report_files(flags, [run], output, {"runs": [facts]}, done.rows)
-        _draw_rates(flags, [run], output)
+        _draw_rates(flags, [run], output, done.kept)
     if as_json:
         print_json(facts)
         return done.kept.exit_code(is_good=run.is_served)
@@ -116,7 +117,7 @@ def compare(
     facts = [flags.facts(run) | {"impossible": done.impossible} for run in ranked]
     if output is not None:
         report_files(flags, ranked, output, {"runs": facts, "best": asdict(found)}, done.rows)
-        _draw_rates(flags, ranked, output)
+        _draw_rates(flags, ranked, output, done.kept)
     if as_json:
         print_json(facts)
         return done.kept.exit_code()
@@ -164,7 +165,8 @@ def _simulated(
     num = len(shapes) * (1 if output is None else len(RATES))
     num += num_runs(shapes[0], has_runner_up=has_runner_up) if what_if else 0
     run_s = max(flags.trial_s(shape, requests) for shape in shapes)
-    say_how_long(num, run_s, "--no-what-if leaves most of them out, --num-requests shortens each")
+    fewer = "--no-what-if leaves most of them out, " if what_if else ""
+    say_how_long(num, run_s, f"{fewer}--num-requests shortens each")
     runs: list[MeshRun] = []
     kept = Kept()
     with kept:
@@ -209,15 +211,16 @@ def _first_of(best: MeshRun, second: MeshRun) -> str:
     return f"{best.shape} and {second.shape} attain the same; {best.shape} has {why}"
 
 
-def _draw_rates(flags: SimFlags, runs: Sequence[MeshRun], folder: Path) -> None:
-    """Attainment over rate, of each mesh."""
-    found: dict[str, list[tuple[float, float, str]]] = {}
-    for run in runs:
-        points = found.setdefault(str(run.shape), [(run.rate, run.attained or 0.0, "")])
-        for factor in RATES:
-            if factor != 1:
-                rate = flags.rate * factor
-                points.append((rate, flags.variant(rate=rate).run(run.shape).attained or 0.0, ""))
+def _draw_rates(flags: SimFlags, runs: Sequence[MeshRun], folder: Path, kept: Kept) -> None:
+    """Attainment over rate, of each mesh; after Ctrl-C, of the rates that were simulated."""
+    found = {str(run.shape): [(run.rate, run.attained or 0.0, "")] for run in runs}
+    rates = [flags.rate * factor for factor in RATES if factor != 1] if kept.is_whole else []
+    with kept, progress("attainment over rate", len(runs) * len(rates)) as on_progress:
+        one_more = counted(on_progress)
+        for run, rate in product(runs, rates):
+            attained = flags.variant(rate=rate).run(run.shape).attained or 0.0
+            found[str(run.shape)].append((rate, attained, ""))
+            one_more()
     title = f"share within TTFT {flags.slo_ttft} and TPOT {flags.slo_tpot}"
     path = folder / "attainment.svg"
     draw_lines(path, title, ("requests/s", "attained"), found, goal=flags.attainment)

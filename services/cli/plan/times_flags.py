@@ -228,7 +228,15 @@ class TimesFlags:
             f"{name}_s": seconds(f"--{name.replace('_', '-')}", getattr(self, name))
             for name in self._parts
         }
-        return replace(affine, source="affine, as given", **given) if given else affine
+        if not given:
+            return affine
+        asked = replace(affine, source="affine, as given", **given)
+        if not (asked.step_s(1, 1, 0, 0) and asked.step_s(0, 0, 1, 1)):
+            raise InvalidRequest(
+                "a step of one token must take some time: --base, or --prompt-token and one of "
+                "--decode-row and --context-token, must be above 0"
+            )
+        return asked
 
 
 def read_slo(ttft: str, tpot: str) -> Slo:

@@ -104,8 +104,9 @@ def say_how_long(num_runs: int, run_s: float, shorter: str) -> None:
     if most_s < SHORT_S:
         return
     text = f"{most_s / 3600:.1f} hours" if most_s >= 3600 else f"{max(1, round(most_s / 60))} min"
+    num = "one simulation" if num_runs == 1 else f"at most {num_runs} simulations"
     Console(stderr=True, highlight=False).print(
-        f"at most {num_runs} simulations, about {text}: {shorter}; Ctrl-C keeps what was found",
+        f"{num}, about {text}: {shorter}; Ctrl-C keeps what was found",
         soft_wrap=True,
     )
 

@@ -78,7 +78,7 @@ def test_a_report_that_cannot_be_written_costs_no_search(
         ("simulate 1P+1D", "attainment"),
         ("compare 1P+1D 2M", "1P+1D"),
         ("fleet --rate 2 --max-devices 3 --no-mixed", "1P+1D: 2 devices"),
-        ("map 2", "fewest workers that attain 90%: 1P+1D"),
+        ("map 2", "fewest workers that attain 90% so far: 1P+1D"),
     ],
 )
 def test_ctrl_c_keeps_what_was_found(
@@ -202,3 +202,94 @@ def test_meshes_that_are_none(text: str) -> None:
     words = r"P \(prefill\)|needs P and D|1\.\.256|known are tp1|one degree"
     with pytest.raises(InvalidRequest, match=words):
         read_mesh(text)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--rate 1e6", "--rate must be above 0 and below 1e6"),
+        ("--rate 1e-12", "500 requests at --rate 1e-12 take 5.79e+09 days to arrive"),
+        ("--base 0s --prompt-token 0s", "a step of one token must take some time"),
+        ("--base 0s --decode-row 0s --context-token 0s", "a step of one token must take some time"),
+    ],
+)
+def test_loads_and_times_that_no_run_can_have(
+    flags: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are refused in a line; a run without end, or a division by zero, is no answer."""
+    assert main(["plan", "simulate", "1P+1D", *flags.split()]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_steps_longer_than_any_patience_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """The run ends, and says what may be wrong."""
+    assert main(["plan", "simulate", "1P+1D", "--base", "3h", "--no-what-if"]) == 1
+    assert "does one step, or one transfer, take so long?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("first_id", [-9, 2**32 - 2, 2**64])
+def test_block_ids_may_be_hashes(
+    first_id: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A trace tells the same whatever its blocks are called."""
+
+    def latencies(first: int) -> object:
+        ids = [first, first + 1]
+        lines = [
+            {"timestamp": at, "input_length": 1000, "output_length": 2, "hash_ids": ids}
+            for at in (0, 5000, 10000)
+        ]
+        path = tmp_path / "trace.jsonl"
+        path.write_text("\n".join(map(json.dumps, lines)))
+        return told(capsys, "1P+1D", "--workload", str(path), "--rate", "1")["latency_s"]
+
+    assert latencies(first_id) == latencies(7)
+
+
+@pytest.mark.parametrize("num_runs", [1, 3])
+def test_ctrl_c_ends_the_picture_of_rates_too(
+    num_runs: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before it, no more is simulated; within it, what was found is shown all the same."""
+    pytest.importorskip("matplotlib")
+    run, num = SimFlags.run, 0
+
+    def interrupted(flags: SimFlags, shape: MeshShape, *rest: Any, **kw: Any) -> MeshRun:
+        nonlocal num
+        num += 1
+        if num > num_runs:
+            raise KeyboardInterrupt
+        return run(flags, shape, *rest, **kw)
+
+    monkeypatch.setattr(SimFlags, "run", interrupted)
+    monkeypatch.setattr(SimFlags, "trial_s", lambda *_: 0.0)
+    what_if = "--what-if" if num_runs == 1 else "--no-what-if"
+    command = ["simulate", "1P+1D", "--num-requests", "20", what_if, "--output", str(tmp_path)]
+    assert main(["plan", *command]) == 130
+    out, err = capsys.readouterr()
+    assert "attainment" in out
+    assert err == "pdmesh: interrupted: this is what was found\n"
+    assert num == num_runs + 1
+    assert (tmp_path / "attainment.svg").exists()
+
+
+def test_a_map_that_was_interrupted_says_what_it_has_so_far(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was not simulated may attain."""
+    run, num = SimFlags.run, 0
+
+    def interrupted(flags: SimFlags, *rest: Any, **kw: Any) -> MeshRun:
+        nonlocal num
+        num += 1
+        if num > 2:
+            raise KeyboardInterrupt
+        return run(flags, *rest, **kw)
+
+    monkeypatch.setattr(SimFlags, "run", interrupted)
+    monkeypatch.setattr(SimFlags, "trial_s", lambda *_: 0.0)
+    assert main(["plan", "map", "4", "--rate", "300", "--num-requests", "40"]) == 130
+    assert "no mesh of at most 4 workers attains 90% so far" in capsys.readouterr().out
