@@ -108,7 +108,7 @@ class TimedEngine:
 
 @dataclass(slots=True)
 class DoneWork:
-    """What a worker has done. busy_s: in steps; most_held: blocks, at the begin of a step."""
+    """What a worker has done. busy_s: in steps; most_held: blocks, while a step runs."""
 
     busy_s: float = 0.0
     num_steps: int = 0
@@ -116,7 +116,8 @@ class DoneWork:
     most_held: int = 0
 
     def note(self, seconds: float, num_rows: int, num_held: int, num_steps: int = 1) -> None:
-        """Take in equal steps: seconds of all of them, rows of each, blocks at their end."""
+        """Take in equal steps: seconds of all of them, rows of each, blocks in the last of them
+        (0 = noted already)."""
         self.busy_s += seconds
         self.num_steps += num_steps
         self.num_rows += num_steps * num_rows

@@ -5,8 +5,7 @@ What stands here is what the shells of ``shared/worker`` perform, and nothing th
 
 With ``skips`` equal decode steps are one event (``Scheduler.runway``, ``advance``). Whatever else
 happens on the worker has it catch up first, so that everybody sees what stepping would have shown;
-tokens have the times of their steps, and are told when somebody looks: at their answer's end, or
-when something else becomes of it.
+tokens have the times of their steps, and are told at their answer's end, or when somebody looks.
 """
 
 from __future__ import annotations
@@ -274,12 +273,12 @@ class CoreWorker:
 
     # --- steps ------------------------------------------------------------------------------------
 
-    def step(self) -> None:
-        """Plan a step if none runs; it is computed at its end."""
+    def step(self, most: int = MOST_SKIPPED) -> None:
+        """Plan a step if none runs; it is computed at its end. most: equal ones in one event."""
         if self._stepping is not None or self._run is not None or not self.is_alive:
             return
         if self._skips and (num_steps := self.scheduler.runway()):
-            self._begin_run(min(num_steps, MOST_SKIPPED))
+            self._begin_run(min(num_steps, most))
             return
         self._tell_runs()
         plan = self.scheduler.plan()
@@ -382,6 +381,7 @@ class CoreWorker:
             self._take_steps(run, num_done)
         self.scheduler.begin_step(run.num_rows)
         run.has_blocks = True
+        self.work.note(0.0, 0, self.pool.num_held, 0)
         at = run.ends[0]
         if len(run.ends) > 1:
             del run.ends[1:]
@@ -397,7 +397,7 @@ class CoreWorker:
         self._tell_runs()
         plan = self.scheduler.plan()
         self._stepping = plan, run.began_at
-        self.work.note(run.ends[0] - run.began_at, len(plan.rows), self.pool.num_held)
+        self.work.note(run.ends[0] - run.began_at, len(plan.rows), 0)
         self.clock.at(run.ends[0], lambda: self._finish(plan, []))
 
     def tell_all(self) -> None:
@@ -406,10 +406,12 @@ class CoreWorker:
         self._tell_runs()
 
     def _take_steps(self, run: EqualSteps, num_steps: int) -> None:
-        times = run.ends[:num_steps]
+        times, held = run.ends[:num_steps], 0
+        if not run.has_blocks:
+            held = self.pool.num_held + num_blocks_for(num_steps, self.scheduler.running, self.pool)
         ended = self.scheduler.advance([[1] * num_steps] * run.num_rows)
         self._run_ends.extend(times)
-        self.work.note(times[-1] - run.began_at, run.num_rows, self.pool.num_held, num_steps)
+        self.work.note(times[-1] - run.began_at, run.num_rows, held, num_steps)
         run.began_at = times[-1]
         del run.ends[:num_steps]
         jobs = [self._jobs_of[sequence] for sequence in ended]
@@ -468,8 +470,7 @@ class CoreWorker:
     @property
     def is_idle(self) -> bool:
         """Whether it holds nothing: no order, no block, no slot."""
-        is_busy = self._stepping is not None or self._run is not None
-        return not self.jobs and not is_busy and self.pool.num_held == 0
+        return not (self.jobs or self._stepping or self._run or self.pool.num_held)
 
     def check(self) -> None:
         """Check every ledger."""
@@ -488,7 +489,8 @@ class CoreWorker:
         self.scheduler.add_ready(job.sequence)
         self._say(job, "joined")
         self.on_change()
-        self.step()
+        # Its prompt may be a prefix of one that waits for room, and is asked at a step's end.
+        self.step(1 if self.leases.has_waiting else MOST_SKIPPED)
 
     def release(self, job: SimJob) -> None:
         """Nothing writes the blocks of a lease any more."""

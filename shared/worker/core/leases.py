@@ -315,6 +315,11 @@ class Leases:
         states = (LeaseState.GRANTED, LeaseState.OPEN)
         return any(lease.state in states for lease in self._leases.values())
 
+    @property
+    def has_waiting(self) -> bool:
+        """Whether a reservation waits for blocks."""
+        return bool(self._waiting)
+
     def statistics(self) -> LeaseStatistics:
         """Return all gauges and counters at once."""
         num, num_blocks = Counter[LeaseState](), Counter[LeaseState]()

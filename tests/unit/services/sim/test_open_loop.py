@@ -156,6 +156,28 @@ def test_skipping_equal_steps_changes_nothing_even_if_a_worker_dies(
     assert num_runs < 0.7 * num_exact
 
 
+@pytest.mark.parametrize("seed", [0, 33, 210])
+def test_skipping_equal_steps_changes_nothing_where_blocks_are_short(seed: int) -> None:
+    """Who waits for room is asked at the end of the step in which its prefix came (33), a block
+    that had to go is told of in time (210), and as many are held at most (0)."""
+    rng = random.Random(seed)
+    kinds = rng.choice([(1, 1, 0), (2, 2, 0), (1, 1, 1), (0, 0, 2), (3, 1, 1)])
+    num_blocks = rng.choice([64, 100, 512])
+    policy = rng.choice(["least_loaded", "conductor", "splitwise", "local"])
+    at, requests = 0.0, list[SimRequest]()
+    for idx in range(60):
+        prompt = (1,) * rng.choice([0, 0, 256]) + (idx + 10,) * rng.randint(1, 400)
+        requests.append(SimRequest(at, prompt, rng.randint(1, 80)))
+        at += rng.expovariate(rng.choice([3, 20]))
+
+    def run(*, skips: bool) -> tuple[list[SimAnswer], list[int]]:
+        mesh = mesh_of(*kinds, num_blocks=num_blocks, policy=policy, skips=skips)
+        answers = run_open_loop(mesh, requests)
+        return answers, [it.core.work.most_held for it in mesh.members.values()]
+
+    assert run(skips=True) == run(skips=False)
+
+
 def test_prefixes_that_are_there_are_not_computed_again() -> None:
     """The second of two equal prompts has its first token much sooner."""
     prompt = (7,) * 2000
