@@ -3,6 +3,8 @@ merges."""
 
 from __future__ import annotations
 
+from functools import cache
+
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from services.gateway.text.chat_template import ChatTemplate
@@ -46,5 +48,11 @@ def tiny_tokenizer() -> Tokenizer:
 
 def tiny_text_model(template: str | None = TEMPLATE) -> TextModel:
     """Return a TextModel over the tiny tokenizer."""
-    chat_template = None if template is None else ChatTemplate(template, SpecialTokens(eos="<eos>"))
+    chat_template = None if template is None else tiny_template(template)
     return TextModel(tiny_tokenizer(), chat_template, grammars=Grammars(check_in_place))
+
+
+@cache
+def tiny_template(template: str) -> ChatTemplate:
+    """Return a template, compiled once for all: that takes longer than most answers."""
+    return ChatTemplate(template, SpecialTokens(eos="<eos>"))

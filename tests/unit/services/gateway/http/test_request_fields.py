@@ -15,14 +15,12 @@ from services.gateway.http.openai_forms import ChatBody, CompletionBody
 from services.gateway.http.structured_fields import STRUCTURED
 from services.gateway.http.unserved_fields import UNSERVED
 from services.gateway.mesh import GenerationRequest, Tokens
-from services.gateway.text.chat_template import ChatTemplate
 from services.gateway.text.text_model import TextModel
-from shared.model_folder import SpecialTokens
 from tests.support.grammars import HAS_LIBRARY
 from tests.support.house import ROOT
 from tests.support.http_client import HI
 from tests.support.scripted_mesh import ScriptedMesh, http_gateway, saying
-from tests.support.tiny_tokenizer import TEMPLATE, tiny_tokenizer
+from tests.support.tiny_tokenizer import TEMPLATE, tiny_template, tiny_tokenizer
 
 PAGE = ROOT / "docs" / "request-fields.md"
 ROW = re.compile(r"\| `(\w+)` \| [\w ]+ \| ([\w –]+) \| ([\w –]+) \| `(\{.*\})` \| .*\|")
@@ -61,7 +59,7 @@ def text_model() -> TextModel:
     variables = (
         "{{ documents }}{{ reasoning_effort }}{{ shout }}{{ tools }}{# <tool_call> <think> #}"
     )
-    return TextModel(tokenizer, ChatTemplate(variables + TEMPLATE, SpecialTokens(eos="<eos>")))
+    return TextModel(tokenizer, tiny_template(variables + TEMPLATE))
 
 
 async def script(request: GenerationRequest) -> AsyncGenerator[Tokens]:
