@@ -157,6 +157,7 @@ class PrefixIndex:
         known = self._known.get(place)
         if known is None:
             return False
+        self._sweep()
         if known.state is Indexed.LEFT_OUT and self._has_room(
             ROOM * sum(it.num_keys for it in changes.tiers)
         ):
@@ -175,11 +176,12 @@ class PrefixIndex:
             for keys, adds in ((change.stored, True), (change.removed, False)):
                 if not len(keys):
                     continue
+                while adds and self._dead and not self._has_room(len(keys)):
+                    self._sweep()  # before one is left out for what another has left behind
                 if adds and not self._has_room(len(keys)):
                     self._give_up(place, Indexed.LEFT_OUT)
                     return False
                 self._change(known, tier, place, keys, adds=adds)
-        self._sweep()
         if not changes.is_whole:
             return False
         if [(it.num_keys, it.digest) for it in changes.tiers] == [

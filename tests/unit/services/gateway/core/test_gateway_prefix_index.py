@@ -81,6 +81,19 @@ def test_a_worker_that_was_left_out_is_asked_again_when_there_is_room() -> None:
     assert index.state(1) is Indexed.KNOWN
 
 
+def test_nobody_is_left_out_for_what_another_left_behind() -> None:
+    """What is left over from a worker that was left out makes room for the others; else all of them
+    would follow, and with nobody left to sweep it would stand there for ever."""
+    index = PrefixIndex(1 << 16)
+    keys = np.arange(1, 6001, dtype=np.uint64)
+    tell_all(index, 0, keys[:1800])
+    tell_all(index, 1, keys[3000:4800])
+    tell_all(index, 0, keys[:6000])
+    assert (index.state(0), index.state(1)) == (Indexed.LEFT_OUT, Indexed.LEFT_OUT)
+    tell_all(index, 2, keys[:3000])
+    assert (index.state(2), index.num_granules(2)) == (Indexed.KNOWN, 3000)
+
+
 def test_each_tier_is_counted_and_what_can_be_sent_is_what_leads_in_the_pool() -> None:
     """A block in two tiers counts in the faster; one that lacks ends the prefix."""
     index = PrefixIndex(1 << 16)
