@@ -99,9 +99,7 @@ class Walk:
         self.num_answers = num_answers
         self._ids = range(num_answers)
         self._words = [at for at in range(2000) if self.text.piece(at).text[1:].isalpha()]
-        self._session = WorkerSession(
-            NOBODY, Role.DECODE, NOBODY, NOBODY, Incarnation(1), lambda: None
-        )
+        self._session = WorkerSession(NOBODY, Role.DECODE, NOBODY, Incarnation(1), lambda: None)
         watchers = (AnswerMetrics(CollectorRegistry()),)
         self._delivery = Delivery(watchers)
         self._watchers = watchers

@@ -18,7 +18,8 @@ import structlog
 
 from services.gateway.core.lifecycle import Lifecycle
 from services.gateway.workers.session import RequestShell
-from shared import log
+from shared import log, wire
+from shared.config import MESH_PORT
 from shared.engine.fake import FakeModel, FakeTiming
 from shared.errors import (
     DeadlinePassed,
@@ -33,7 +34,9 @@ from shared.liveness import DEAD_AFTER_S
 from shared.messages.columns import pack_u32
 from shared.profile.machine import MachineProfile
 from shared.request import SamplingParams
+from shared.rpc.methods import REGISTRY_JOIN
 from shared.rpc.network import Address
+from shared.rpc.stream import open_stream
 from tests.support.loopback import LoopbackSettings
 from tests.support.memory_network import MemoryNetwork
 from tests.support.storm import storm
@@ -536,6 +539,38 @@ async def test_a_session_that_breaks_while_kv_travels_costs_no_answer(role: str)
         answer = await mesh.ask(prompt, 8, on_token=break_session, timeout_s=60.0)
         assert answer.token_ids == expected(prompt, 8)
         assert answer.receipt["attempts"] == 2
+
+
+@virtual_time
+async def test_an_announcement_that_comes_late_costs_no_worker() -> None:
+    """What a worker said on a connection that it gave up meanwhile replaces its entry, and ends at
+    once: the stream that lives must not be taken for a membership that nobody counts."""
+    async with whole_mesh() as mesh:
+        worker, gateway = mesh.prefills[0], Address(mesh.gateways[0].host, MESH_PORT)
+        announce = worker.worker._life._registration._announce()
+        async with (
+            mesh.network.at(worker.host).channel(gateway) as channel,
+            open_stream(channel, REGISTRY_JOIN) as late,
+        ):
+            await late.send(wire.WorkerReport(announce=announce))
+            await late.receive()
+        answer = await mesh.ask(a_prompt(40), 8)
+        assert answer.token_ids == expected(a_prompt(40), 8)
+
+
+@virtual_time
+async def test_sessions_follow_a_worker_to_its_new_address() -> None:
+    """A host that gets another address joins again before its old stream is missed."""
+    async with whole_mesh() as mesh:
+        worker, fabric = mesh.prefills[0], mesh.network.fabric
+        registration = worker.worker._life._registration
+        registration._announcement = replace(registration._announcement, address=Address("", 9000))
+        fabric._listeners[Address("new", 9000)] = fabric._listeners[Address(worker.host, 9000)]
+        worker.worker._platform.network.host = "new"
+        fabric.partition(worker.host, mesh.gateways[0].host)
+        await asyncio.sleep(20.0)
+        answer = await mesh.ask(a_prompt(40), 8)
+        assert answer.token_ids == expected(a_prompt(40), 8)
 
 
 @virtual_time

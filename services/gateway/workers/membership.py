@@ -28,7 +28,7 @@ from shared.home import Home
 from shared.ids import Incarnation, LeaseToken, RandomBytes, new_lease_token
 from shared.kv.journal import KvChanges
 from shared.messages.columns import pack_u32
-from shared.rpc.network import Address, Network
+from shared.rpc.network import Network
 from shared.runtime.groups import TaskGroup, plain_errors
 
 _log = structlog.get_logger(__name__)
@@ -115,7 +115,6 @@ class Membership:
             session = WorkerSession(
                 worker,
                 role,
-                Address(worker.host, worker.port),
                 self._network,
                 self.incarnation,
                 self.note_usability,

@@ -49,13 +49,11 @@ class WorkerSession:
         self,
         worker: Worker,
         role: Role,
-        address: Address,
         network: Network,
         incarnation: Incarnation,
         on_change: Callable[[], None],
     ) -> None:
         self.worker = worker
-        self._address = address
         self._network = network
         self._hello = codec.own_hello(wire.Role.GATEWAY, incarnation)
         self._on_change = on_change
@@ -70,6 +68,11 @@ class WorkerSession:
     def silence_s(self) -> float:
         """How long the worker has been silent, or had been when the session was lost."""
         return self._last_silence_s if self._control is None else self._control.silence_s
+
+    @property
+    def _address(self) -> Address:
+        """Where the worker said last that it is."""
+        return Address(self.worker.host, self.worker.port)
 
     @property
     def num_legs(self) -> int:

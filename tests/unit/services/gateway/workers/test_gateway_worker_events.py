@@ -39,9 +39,7 @@ class AWorker:
 
 def a_session(role: Role) -> WorkerSession:
     none: Any = None
-    return WorkerSession(
-        cast("Any", AWorker(role)), role, Address("h", 1), none, Incarnation(1), lambda: None
-    )
+    return WorkerSession(cast("Any", AWorker(role)), role, none, Incarnation(1), lambda: None)
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, -1.0])
