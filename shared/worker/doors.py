@@ -87,7 +87,8 @@ class Door(GatewaySessions):
         error = WorkerLost("the gateway's session with the other worker ended")
         for request in list(self._opened.pop(session).requests.values()):
             self.requests.cancel(request, error)
-        if is_silent:
+        # A later session of the same gateway shows that it is there: this one's end was lost.
+        if is_silent and all(it.gateway != session.gateway for it in self._opened):
             self._on_silent(session.gateway)
 
 

@@ -38,7 +38,7 @@ from shared.rpc.methods import REGISTRY_JOIN
 from shared.rpc.network import Address
 from shared.rpc.stream import open_stream
 from tests.support.loopback import LoopbackSettings
-from tests.support.memory_network import MemoryNetwork
+from tests.support.memory_network import MemoryNetwork, MemoryTransport
 from tests.support.storm import storm
 from tests.support.tiers import few
 from tests.support.tiny_tokenizer import tiny_tokenizer
@@ -571,6 +571,24 @@ async def test_sessions_follow_a_worker_to_its_new_address() -> None:
         await asyncio.sleep(20.0)
         answer = await mesh.ask(a_prompt(40), 8)
         assert answer.token_ids == expected(a_prompt(40), 8)
+
+
+@virtual_time
+async def test_a_session_that_falls_silent_after_another_took_its_place_costs_nothing() -> None:
+    """Its end was lost on the way: the gateway is there all the same, and is not joined anew."""
+    async with whole_mesh(timing=SLOW) as mesh:
+        worker = mesh.decodes[0]
+        session = _session_with(mesh, worker)
+        stream: Any = session._control._stream
+        lost: Any = stream._raw._stream._transport
+        while not isinstance(lost, MemoryTransport):
+            lost = lost._transport
+        lost._send = lambda _: None
+        session._control.close(WorkerLost("for a test"))
+        await mesh.until(lambda: session._control is not None and len(worker.worker.doors[0]) == 2)
+        answer = await mesh.ask(a_prompt(40), 250)
+        assert answer.token_ids == expected(a_prompt(40), 250)
+        assert answer.receipt["attempts"] == 1
 
 
 @virtual_time
