@@ -14,9 +14,12 @@ from services.gateway.limits import seed_of_choice
 from shared.errors import Overloaded, WorkerLost
 from shared.request import SamplingParams
 from tests.support.whole_mesh import WholeMesh, whole_mesh
-from tests.support.worker_mesh import a_prompt, expected, virtual_time
+from tests.support.worker_mesh import RunningWorker, a_prompt, expected, virtual_time
 
 NUM_CLIENTS = 40
+
+PATIENCE_S = 200.0
+"""Of a client; whoever runs out of it was forgotten by somebody."""
 
 
 def storm(
@@ -63,7 +66,12 @@ async def _client(mesh: WholeMesh, chance: random.Random, number: int, history: 
     leave_after = chance.choice([None, None, None, 1, 5])
     temperature = chance.choice([0.0, 0.9])
     answer = await mesh.ask(
-        prompt, num_tokens, leave_after=leave_after, temperature=temperature, seed=number
+        prompt,
+        num_tokens,
+        timeout_s=PATIENCE_S,
+        leave_after=leave_after,
+        temperature=temperature,
+        seed=number,
     )
     right = sampled(prompt, num_tokens, temperature, number)
     assert answer.token_ids == right[: len(answer.token_ids)]
@@ -84,9 +92,7 @@ async def _chaos(mesh: WholeMesh, chance: random.Random, roles: list[str]) -> No
             mesh.fabric.settings, bytes_per_s=chance.choice([1e9, 1e9, 2e4])
         )
         if chance.random() < 0.3:
-            sessions = [it for it in mesh.gateways[0].members.sessions if it.num_legs]
-            for session in sessions[:2]:
-                session._control.close(WorkerLost("for a test"))
+            _break_streams(mesh, chance, chance.choice(victims))
         elif chance.random() < 0.4:
             mesh.network.fabric.partition(victims[0].host, "gateway-0")
             await asyncio.sleep(chance.uniform(0.5, 4))
@@ -94,3 +100,17 @@ async def _chaos(mesh: WholeMesh, chance: random.Random, roles: list[str]) -> No
         elif len(victims) > 1:
             await mesh.kill(chance.choice(victims))
             await mesh.start_worker(role)
+
+
+def _break_streams(mesh: WholeMesh, chance: random.Random, victim: RunningWorker) -> None:
+    """Streams of one kind end, and the processes at both ends live on."""
+    gateway, lost = mesh.gateways[0], WorkerLost("for a test")
+    match chance.choice(["sessions", "pairs", "membership"]):
+        case "sessions":
+            for session in [it for it in gateway.members.sessions if it.num_legs][:2]:
+                session._control.close(lost)
+        case "pairs":
+            for link in list(victim.worker.pairs._links.values()):
+                link.lose(lost)
+        case _:
+            victim.worker._life.rejoin(gateway.gateway.incarnation)
