@@ -106,9 +106,7 @@ class BlockPool:
     def num_lacking(self) -> int:
         """Blocks that must come free for sequences that run here but wait for room; 0 = none do, or
         they are free."""
-        if not self._num_claimed:
-            return 0
-        return max(0, self.keep_free_for_newcomers - self.num_available)
+        return max(0, self._num_claimed - self.num_available)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that ``num_tokens`` token positions take."""

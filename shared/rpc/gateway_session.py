@@ -2,10 +2,9 @@
 end.
 
 Prefill.Session and Decode.Session differ in their messages alone; what a command means is the
-business of ``shared/worker/doors.py``. Heartbeats are
-``heartbeat_stream.py``'s. A gateway that does not read is dropped: a worker cannot slow down one
-gateway's tokens without slowing all others, so beyond ``MAX_OUTBOX_BYTES`` of unsent events its
-session ends and its requests are cancelled.
+business of ``shared/worker/doors.py``. Heartbeats are ``heartbeat_stream.py``'s. A gateway that
+does not read is dropped: a worker cannot slow down one gateway's tokens without slowing all others,
+so beyond ``MAX_OUTBOX_BYTES`` of unsent events its session ends and its requests are cancelled.
 """
 
 from __future__ import annotations

@@ -89,9 +89,10 @@ class Registry:
                 return f"no report for {NO_REPORT_S:g} s"
             if report is None:
                 return "it left"
-            if self._members.table.get(incarnation) is None:
+            known = self._members.table.get(incarnation)
+            if known is None:
                 return "a stream that had replaced this one ended"  # its worker joins anew
-            if report.status is not None and self._members.is_here(worker):
+            if report.status is not None and known is worker:
                 self._members.update(incarnation, reader.read(report.status))
                 if report.status.kv is not None:
                     self._members.told_prefixes(worker, kv_from_wire(report.status.kv))
