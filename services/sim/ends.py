@@ -143,6 +143,10 @@ class KvEnds:
         """See ``Senders.give_up``."""
         self.do(self._senders.give_up(key, error, self._clock.now))
 
+    def give_way(self, num_tokens: int, error: MeshError) -> None:
+        """See ``Senders.give_way``."""
+        self.do(self._senders.give_way(num_tokens, error, self._clock.now))
+
     # --- what its leases tell ---------------------------------------------------------------------
 
     def lease_changed(self, key: TransferKey) -> None:

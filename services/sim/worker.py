@@ -41,6 +41,7 @@ from shared.worker.core.lease import (
     GrantLease,
     LeasePolicy,
     LeaseState,
+    MakeRoom,
     Refuse,
     RefuseOpen,
 )
@@ -145,7 +146,7 @@ class CoreWorker:
             )
             self.do_leases(effects)
             if job.lease.state is LeaseState.WAITING:
-                self._arm(job.lease.give_up_at)
+                self._arm(self.leases.next_tick_at)
             return
         job.sequence = Sequence(order.item)
         self._jobs_of[job.sequence] = job
@@ -161,8 +162,7 @@ class CoreWorker:
 
     def cancel(self, key: TransferKey, task: Task) -> None:
         """The gateway wants no more, or nobody waits for a prefix."""
-        job = self.jobs.get((key, slot_of(task)))
-        if job is not None:
+        if (job := self.jobs.get((key, slot_of(task)))) is not None:
             self.handle(job, LifeEvent.CANCELLED)
 
     def _count(self, task: Task, times: int) -> None:
@@ -240,21 +240,21 @@ class CoreWorker:
     def do_leases(self, effects: list[LeaseEffect]) -> None:
         """Perform what the leases decided; their worker has caught up before."""
         for effect in effects:
-            job = self.find_taker(effect.lease.key)
             match effect:
                 case GrantLease(lease):
-                    assert job is not None
+                    job = self.taker(lease.key)
                     if job.life.task is Task.PREFIX:
                         self.ends.prefix_granted(lease.key)
                     else:
                         self._say(job, "granted")
                     self._arm(lease.expires_at)
                     self.ends.lease_changed(lease.key)
-                case Refuse(error=error):
-                    assert job is not None
-                    self.handle(job, LifeEvent.FAILED, error)
+                case Refuse(lease, error):
+                    self.handle(self.taker(lease.key), LifeEvent.FAILED, error)
                 case RefuseOpen(lease, error) | AbortReceive(lease, error):
                     self.ends.give_up_receive(lease.key, error)
+                case MakeRoom(num_tokens, error):
+                    self.ends.give_way(num_tokens, error)
         self.on_change()
 
     def _arm(self, when: float | None) -> None:

@@ -102,11 +102,10 @@ class BlockPool:
         """What a new reservation must leave: what preempted or stalled sequences wait for."""
         return self._num_claimed
 
-    @property
-    def num_lacking(self) -> int:
-        """Blocks that must come free for sequences that run here but wait for room; 0 = none do, or
-        they are free."""
-        return max(0, self._num_claimed - self.num_available)
+    def num_lacking(self, num_more: int = 0) -> int:
+        """Return how many blocks must come free for sequences that run here but wait for room, and
+        so many more for a newcomer; 0 = none do, or they are free."""
+        return max(0, self._num_claimed + num_more - self.num_available)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that ``num_tokens`` token positions take."""

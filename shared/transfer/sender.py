@@ -114,6 +114,13 @@ class Sender:
         return 0 if self._grant is None else self._grant.skip_tokens
 
     @property
+    def num_tokens_kept(self) -> int:
+        """Tokens whose KV is computed and waits for room at the sink; 0 = it is on its way, or not
+        all computed."""
+        is_waiting = self.state is SenderState.OPENING and self._commit_token is not None
+        return self._num_tokens if is_waiting else 0
+
+    @property
     def is_over(self) -> bool:
         """Whether it can be forgotten: no event can come any more."""
         return self._machine.is_over

@@ -137,6 +137,16 @@ class Senders:
         """Abort one transfer; None = it is not needed."""
         return self._local(key, now, lambda sender: sender.gave_up(error, now))
 
+    def give_way(self, num_tokens: int, error: MeshError, now: float) -> list[SenderEffect]:
+        """Give up the newest whose KV is computed and has no room at its sink yet, until that of so
+        many tokens is free."""
+        for sender in reversed(list(self._senders.values())):
+            if num_tokens > 0 and (num_kept := sender.num_tokens_kept):
+                num_tokens -= num_kept
+                sender.gave_up(error, now)
+                self._settle(sender)
+        return self._take(now)
+
     # --- the peer and the shell ---
 
     def message(self, link: LinkId, message: SinkMessage, now: float) -> list[SenderEffect]:

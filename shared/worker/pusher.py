@@ -317,6 +317,10 @@ class Pusher:
         self.perform(effects)
         return handle
 
+    def give_way(self, num_tokens: int, error: MeshError) -> None:
+        """See ``Senders.give_way``."""
+        self.perform(self.core.give_way(num_tokens, error, loop_time()))
+
     def step_planned(self, spans: Sequence[PlannedSpan], compute_s: float) -> None:
         """Announce what one step computes of each of these transfers (``PushHandle.span``).
 

@@ -124,7 +124,7 @@ class Requests:
         step_seconds: predicts a step, 0 = unknown; it decides how KV is pushed.
         """
         self._stepper = stepper
-        self.reservations.receiver = receiver
+        self.reservations.receiver, self.reservations.pusher = receiver, pusher
         self._pusher = pusher
         self._receiver = receiver
         self._prefixes = prefixes

@@ -24,12 +24,14 @@ from shared.worker.core.lease import (
     GrantLease,
     Lease,
     LeaseState,
+    MakeRoom,
     Refuse,
     RefuseOpen,
 )
 from shared.worker.core.lease import Effect as LeaseEffect
 from shared.worker.core.leases import Leases
 from shared.worker.core.life import LifeEvent, LifeState, Task
+from shared.worker.pusher import Pusher
 from shared.worker.receiver import KvReceiver, LeaseTerms, NoTermsYet
 from shared.worker.request import Request
 
@@ -39,7 +41,8 @@ class Reservations:
     keeps them, performs what their lives decide (``handle``), and takes over who has all its KV
     (``joined``).
 
-    receiver: whose transfers fill the leases; set before any request comes.
+    receiver: whose transfers fill the leases; pusher: whose KV may take their room. Both are set
+    before any request comes.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class Reservations:
         self._on_change = on_change
         self._timer: asyncio.TimerHandle | None = None
         self.receiver: KvReceiver | None = None
+        self.pusher: Pusher | None = None
 
     def reserve(self, request: Request, now: float) -> None:
         """Ask for room; the request's first word (granted or failed) may come before this
@@ -78,7 +82,7 @@ class Reservations:
         request.lease = lease
         self._perform_leases(effects)
         if lease.state is LeaseState.WAITING:
-            self._arm(lease.give_up_at)
+            self._arm(self._leases.next_tick_at)
             self._lease_changed(lease)
 
     def cancel(self, request: Request, error: MeshError) -> None:
@@ -104,6 +108,9 @@ class Reservations:
                 case RefuseOpen(lease, error) | AbortReceive(lease, error):
                     if self.receiver is not None:
                         self.receiver.abort(lease.key, error)
+                case MakeRoom(num_tokens, error):
+                    if self.pusher is not None:
+                        self.pusher.give_way(num_tokens, error)
         self._on_change()
 
     def _granted(self, request: Request, lease: Lease) -> None:

@@ -21,6 +21,7 @@ from shared.predict.step_time import attended
 from shared.rpc.methods import CHANGE_ROLE
 from shared.step import StepRow
 from tests.support.calls import call_unary
+from tests.support.core_mesh import ThereAndBack
 from tests.support.storm import storm
 from tests.support.tiers import few
 from tests.support.whole_mesh import Answer, WholeMesh, whole_mesh
@@ -356,3 +357,20 @@ async def test_a_role_is_changed_over_grpc() -> None:
         order.worker = "ff"
         with pytest.raises(NotFound, match="no worker"):
             await call_unary(channel, CHANGE_ROLE, order)
+
+
+@pytest.mark.parametrize(("num_blocks", "num_answers"), [(10, 24), (6, 4)])
+@virtual_time
+async def test_workers_with_little_memory_refuse_nobody(num_blocks: int, num_answers: int) -> None:
+    """Both are full of computed prompts that wait for room at the other one, which has memory for
+    two prompts, or for one alone."""
+    either = {**EITHER, "gateway": {"policy": "splitwise", "max_wait_s": 10.0}}
+    async with whole_mesh(**either, num_blocks=num_blocks, timing=SLOW) as mesh:
+        await mesh.ask(a_prompt(5), 2)
+        mesh.gateways[0].members.router.policy = ThereAndBack()
+        prompts = [a_prompt(70, seed=i) for i in range(num_answers)]
+        for prompt, answer in zip(prompts, await ask_all(mesh, prompts, 5), strict=True):
+            assert answer.error is None
+            assert answer.token_ids == expected(prompt, 5)
+        await mesh.idle()
+        mesh.assert_nothing_left()

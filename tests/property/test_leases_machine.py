@@ -18,6 +18,7 @@ from shared.worker.core.lease import (
     Lease,
     LeasePolicy,
     LeaseState,
+    MakeRoom,
     Refuse,
     RefuseOpen,
 )
@@ -70,6 +71,9 @@ class LeasesMachine(RuleBasedStateMachine):
                     assert AbortReceive not in self.told[id(lease)]
                     assert lease in self.writing
                     assert lease.state is LeaseState.ABORTING
+                case MakeRoom(num_tokens):
+                    assert num_tokens > 0
+                    continue
             self.told[id(effect.lease)].append(type(effect))
 
     def some(self, data: st.DataObject, *states: LeaseState) -> Lease | None:

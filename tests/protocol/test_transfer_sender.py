@@ -9,6 +9,7 @@ import pytest
 from shared.errors import (
     LocalProtocolError,
     NoBlocks,
+    Overloaded,
     RemoteProtocolError,
     TransferFailed,
     WorkerLost,
@@ -215,6 +216,22 @@ def test_giving_up_before_the_grant_hands_the_grant_back():
     assert end.span(4, 5) == []  # the step loop has not noticed
     assert said(end.say(Grant(KEY, ID, 5, 1000, 0))) == [Abort(ID, error, 0)]
     assert not end.core.is_live(KEY)
+
+
+def test_what_is_computed_and_has_no_room_gives_way():
+    """Not while it is computed, nor once it is granted."""
+    end = End()
+    end.begin()
+    end.span(0, 4)
+    error = Overloaded("others need its room")
+    assert end.core.give_way(1, error, end.now) == []
+    end.commit()
+    assert end.core.give_way(0, error, end.now) == []
+    effects = end.core.give_way(1, error, end.now)
+    assert effects == [EndTransfer(KEY, error, was_needed=True)]
+    pushing = End().pushing()
+    pushing.commit()
+    assert pushing.core.give_way(1, error, pushing.now) == []
 
 
 def test_giving_up_amid_a_push_waits_for_what_was_sent():

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from services.gateway.core.sides import Places, RouteRequest, RoutingPolicy, Sides
 from services.sim.mesh import CoreMesh
 from services.sim.orders import WorkerSize
 from shared.engine.fake import FakeEngine, FakeModel
@@ -49,6 +50,26 @@ class ExactEngine:
         """See SimEngine."""
         assert isinstance(kv, np.ndarray)
         self._fake.scatter(blocks, start, stop, *layers, kv)
+
+
+class ThereAndBack(RoutingPolicy):
+    """From either of two workers to the other in turn, at first each alone until so many are sent;
+    what is tried again goes where it may."""
+
+    name = "there and back"
+    moves_roles = True
+
+    def __init__(self, num_alone: int = 0) -> None:
+        self.memory = 0
+        self._num_alone = num_alone
+
+    def choose(self, request: RouteRequest, sides: Sides, *_: object) -> Places:
+        """See RoutingPolicy."""
+        if request.avoid:
+            return 0, sides.partners_of(0)[0]
+        self.memory += 1
+        prefill = self.memory % 2
+        return prefill, prefill if self.memory <= self._num_alone else 1 - prefill
 
 
 def core_mesh(

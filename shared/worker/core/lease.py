@@ -138,7 +138,16 @@ class AbortReceive:
     error: MeshError
 
 
-Effect = GrantLease | Refuse | RefuseOpen | AbortReceive
+@dataclass(frozen=True, slots=True)
+class MakeRoom:
+    """Give up the newest prompts that are computed here and wait for room elsewhere, until so many
+    tokens' KV is free."""
+
+    num_tokens: int
+    error: MeshError
+
+
+Effect = GrantLease | Refuse | RefuseOpen | AbortReceive | MakeRoom
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

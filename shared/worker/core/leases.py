@@ -35,6 +35,7 @@ from shared.worker.core.lease import (
     LeasePolicy,
     LeaseState,
     LeaseStatistics,
+    MakeRoom,
     Refuse,
     RefuseOpen,
 )
@@ -49,6 +50,7 @@ class Leases:
         self._policy = policy
         self._leases: dict[TransferKey, Lease] = {}
         self._waiting: dict[TransferKey, Lease] = {}  # first come first; each is in _leases too
+        self._is_at_rest = False
         self._stuck_at: float | None = None
         self._num_reserved_blocks = 0
         self._num_freed_blocks = 0
@@ -90,6 +92,8 @@ class Leases:
                     code="too_many_reservations",
                 )
                 effects += self._refuse(lease, error)
+        if self._is_at_rest:
+            self.rests(now=now)
         return lease, effects
 
     def cancel(self, lease: Lease, error: MeshError, *, now: float) -> list[Effect]:
@@ -219,30 +223,36 @@ class Leases:
 
     def steps(self) -> None:
         """A step runs here."""
-        self._stuck_at = None
+        self._is_at_rest, self._stuck_at = False, None
 
     def rests(self, *, now: float) -> None:
         """None does: nobody is here, or nobody has room.
 
-        The latter may last where workers do both: prompts here wait for room that leases hold, and
-        these for prompts that wait elsewhere, for room that leases of prompts here hold. If it
-        does, leases give way.
+        The latter may last where workers do both: prompts here wait for room that leases hold, or
+        reservations for room that computed prompts hold, and what holds it waits for room on
+        workers that wait for this one. If it does, what holds it gives way.
         """
-        if self._stuck_at is None and self._pool.num_lacking:
+        self._is_at_rest = True
+        if self._stuck_at is None and (self._waiting or self._pool.num_lacking()):
             self._stuck_at = now + self._policy.stuck_s
 
     def _give_way(self) -> list[Effect]:
-        """The newest leases go, as many as hold what is lacking: their requests are tried again.
+        """The newest go, as many as hold what is lacking: their requests are tried again.
 
         No NoBlocks: for that a request waits but once.
         """
         error = Overloaded("the room was needed for what had come before", code="gave_way")
         effects: list[Effect] = []
-        num_lacking = self._pool.num_lacking
+        num_lacking = self._pool.num_lacking()
         for lease in reversed(self._leases.values()):
             if num_lacking > 0 and lease.state in (LeaseState.GRANTED, LeaseState.OPEN):
                 num_lacking -= len(lease.block_table)
                 effects.append(Refuse(lease, error))
+        if self._waiting and not effects:
+            num_tokens = self._num_tokens_to_take(next(iter(self._waiting.values())))
+            num_lacking = self._pool.num_lacking(self._pool.num_blocks_for(num_tokens))
+        if num_lacking > 0:
+            effects.append(MakeRoom(num_lacking * self._pool.block_size, error))
         return effects
 
     @property
@@ -260,16 +270,18 @@ class Leases:
 
     def _take_blocks(self, lease: Lease) -> bool:
         """Acquire the lease's blocks, cached prefix first; False if they are not free."""
-        growth = min(self._policy.growth_tokens, _num_growth(lease.item))
-        num_tokens = lease.num_tokens + growth
         lease.table = self._pool.acquire(
             lease.chain,
             lease.item.token_ids,
-            min(num_tokens, self._pool.num_blocks * self._pool.block_size),
+            self._num_tokens_to_take(lease),
             max_hit_tokens=lease.num_tokens,
             keep_free=self._pool.keep_free_for_newcomers,
         )
         return lease.table is not None
+
+    def _num_tokens_to_take(self, lease: Lease) -> int:
+        growth = min(self._policy.growth_tokens, _num_growth(lease.item))
+        return min(lease.num_tokens + growth, self._pool.num_blocks * self._pool.block_size)
 
     def _grant(self, lease: Lease, now: float) -> Effect:
         assert lease.table is not None

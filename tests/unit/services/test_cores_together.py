@@ -15,13 +15,12 @@ import pytest
 
 from services.gateway.core.overload import OverloadMode
 from services.gateway.core.pools import Pool, home_of
-from services.gateway.core.sides import Places, RouteRequest, RoutingPolicy, Sides
 from services.gateway.core.tenants import Terms
 from services.sim.mesh import CoreAnswer, CoreMesh
 from shared.errors import InvalidRequest, WorkerLost, WouldBeLate
 from shared.predict.step_time import MIN_STEPS, StepFit
 from shared.request import SamplingParams
-from tests.support.core_mesh import MODEL, core_mesh
+from tests.support.core_mesh import MODEL, ThereAndBack, core_mesh
 from tests.support.fake_reference import fake_answer
 
 PROMPT = tuple(range(1, 42))
@@ -192,29 +191,13 @@ def test_a_role_move_in_mid_answer() -> None:
     require_nothing_left(mesh)
 
 
-class _ThereAndBack(RoutingPolicy):
-    """One request for each of two workers alone, then from either to the other in turn; what is
-    tried again goes where it may."""
-
-    name = "there and back"
-    moves_roles = True
-    memory = 0
-
-    def choose(self, request: RouteRequest, sides: Sides, *_: object) -> Places:
-        if request.avoid:
-            return 0, sides.partners_of(0)[0]
-        self.memory += 1
-        prefill = self.memory % 2
-        return prefill, prefill if self.memory <= 2 else 1 - prefill
-
-
-def test_workers_that_wait_for_each_other_s_room_go_on() -> None:
+def test_workers_that_have_promised_each_other_their_room_go_on() -> None:
     """Both have promised nearly all their room before the other's prompts got any: none can be
     computed, until the newest promises give way; those requests are tried again."""
     mesh = core_mesh(policy="splitwise", num_blocks=26)
     workers = [mesh.start(role, serves_both=True) for role in ("prefill", "decode")]
     mesh.settle()
-    mesh.router.policy = _ThereAndBack()
+    mesh.router.policy = ThereAndBack(num_alone=2)
     answers = [mesh.ask((number,), max_tokens=4) for number in range(2)]
     mesh.run(lambda: all(it.num_answers for it in workers))
     answers += [mesh.ask((*PROMPT, number), max_tokens=4) for number in range(4)]
@@ -224,6 +207,31 @@ def test_workers_that_wait_for_each_other_s_room_go_on() -> None:
     assert 2 < mesh.clock.now < 4
     for answer in answers:
         require_exact(answer, max_tokens=4)
+    require_nothing_left(mesh)
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "num_answers", "gives_way"), [(36, 120, False), (24, 4, True)]
+)
+def test_workers_full_of_prompts_that_wait_for_each_other_go_on(
+    num_blocks: int, num_answers: int, gives_way: bool
+) -> None:
+    """Computed prompts fill both. With memory for two, what comes free takes the other's KV; with
+    memory for one the newest gives way after two seconds, and is tried again."""
+    mesh = core_mesh(policy="splitwise", num_blocks=num_blocks, max_running=num_answers)
+    for role in ("prefill", "decode"):
+        mesh.start(role, serves_both=True)
+    mesh.settle()
+    mesh.router.policy = ThereAndBack()
+    prompts = [tuple(range(number, number + 60)) for number in range(num_answers)]
+    answers = [
+        mesh.ask(tuple(it % MODEL.vocab_size for it in prompt), max_tokens=8) for prompt in prompts
+    ]
+    mesh.run(over(*answers))
+    for answer in answers:
+        require_exact(answer, max_tokens=8)
+    assert (mesh.clock.now > 2) is gives_way
+    assert any(len(answer.decisions) > 1 for answer in answers) is gives_way
     require_nothing_left(mesh)
 
 

@@ -27,6 +27,7 @@ from shared.worker.core.lease import (
     Lease,
     LeasePolicy,
     LeaseState,
+    MakeRoom,
     Refuse,
     RefuseOpen,
 )
@@ -330,6 +331,25 @@ def test_leases_give_way_where_nothing_runs_for_want_of_room(desk: Desk) -> None
     leases.rests(now=4.0)  # there is room now
     assert leases.next_tick_at is None
     leases.release(kept, now=4.0)
+
+
+def test_computed_prompts_give_way_to_a_reservation_where_nothing_runs(desk: Desk) -> None:
+    """Two seconds after it began to wait, with as many tokens as its blocks lack; a step that runs
+    meanwhile is a reason to wait."""
+    prompts = desk.pool.acquire(desk.pool.new_chain(), range(24), 24, max_hit_tokens=0)
+    assert prompts is not None
+    desk.leases.rests(now=0.0)
+    assert desk.leases.next_tick_at is None
+    lease, effects = desk.reserve(prompt=11, now=1.0, wait_s=9.0)
+    assert (effects, desk.leases.next_tick_at) == ([], 3.0)
+    desk.leases.steps()
+    assert desk.leases.next_tick_at == 10.0
+    desk.leases.rests(now=4.0)
+    (effect,) = desk.leases.tick(now=6.0)
+    assert isinstance(effect, MakeRoom)
+    assert effect.num_tokens == 4
+    desk.pool.release(prompts)
+    assert desk.leases.grant_waiting(now=6.0) == [GrantLease(lease)]
 
 
 def test_joining_hands_the_blocks_over(desk: Desk) -> None:
