@@ -23,7 +23,7 @@ from services.gateway.front.quota import Hold
 from services.gateway.limits import SamplingForm
 from services.gateway.mesh import GenerationRequest, Mesh, ServedModel
 from services.gateway.text.detokenizer import PROMPT_TAIL
-from services.gateway.text.grammars import Structure
+from services.gateway.text.grammars import Structure, Thought
 from services.gateway.text.text_model import TextModel
 from services.gateway.text.tool_calls import ThoughtParser
 from services.gateway.text.tool_families import Family, chosen_family, chosen_thinking
@@ -55,11 +55,11 @@ class Caller:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """One prompt, already tokenized. text: as the client gave it, None for token ids.
-    opens_thought: its end has begun the thinking of the answer."""
+    thought: what its end leaves to the answer of a model that thinks."""
 
     token_ids: tuple[int, ...] = field(repr=False)
     text: str | None = field(default=None, repr=False)
-    opens_thought: bool = False
+    thought: Thought = ""
 
 
 @dataclass(slots=True, kw_only=True)  # frozen costs three times as much to make
@@ -260,8 +260,13 @@ class FrontDoor:
             tools=rendering.tools,
         )
         ids = await self.text.encode(rendered, add_special_tokens=rendering.add_special_tokens)
-        opens_thought = rendered.rstrip().endswith(ThoughtParser.BEGIN)
-        return Prompt(token_ids=tuple(ids), opens_thought=opens_thought)
+        end = rendered.rstrip()
+        thought: Thought = "may"
+        if end.endswith(ThoughtParser.BEGIN):
+            thought = "open"
+        elif end.endswith(ThoughtParser.END) or rendering.continue_final_message:
+            thought = ""
+        return Prompt(token_ids=tuple(ids), thought=thought)
 
     async def structured(self, form: Form) -> None:
         """Have a form's answers follow its structure, if it has one.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from asyncio import to_thread
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -66,12 +67,15 @@ async def asked_chat(
     """Return the answers that a chat asks for. Raises MeshError: the first thing that is wrong."""
     form = body.form()
     use = await use_tools(body, form, front)
-    await front.structured(form)
     call.caller.asked = asked_by(request.headers)
     model = front.model(body.model)
     prompt = await front.chat_prompt(messages_for_template(body.messages), body.rendering)
+    thinks = front.thinks and body.separate_reasoning is not False
+    if thinks and form.structure is not None:
+        form.structure = replace(form.structure, thought=prompt.thought)
+    await front.structured(form)
     choices = front.choices(call.caller, model, [prompt], form)
-    new_parser = parser_maker(body, use, form, prompt, front)
+    new_parser = parser_maker(use, prompt, front, thinks=thinks)
     return AskedChat(model, form, use, choices, new_parser)
 
 

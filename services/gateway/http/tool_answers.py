@@ -73,14 +73,12 @@ def _hold_to(use: ToolUse, form: Form, front: FrontDoor) -> None:
 
 
 def parser_maker(
-    body: ChatBody, use: ToolUse | None, form: Form, prompt: Prompt, front: FrontDoor
+    use: ToolUse | None, prompt: Prompt, front: FrontDoor, *, thinks: bool
 ) -> Callable[[], AnswerParser] | None:
     """Return what makes the parser of each of a chat's answers; None = they are text alone."""
-    thinks = front.thinks and body.separate_reasoning is not False
     if use is None and not thinks:
         return None
-    # What must match a grammar from its first token on does not think.
-    is_open = prompt.opens_thought and (form.structure is None or form.structure.begins_free)
+    is_open = prompt.thought == "open"
 
     def parser() -> AnswerParser:
         after = None if use is None else _tool_parser(use, front)

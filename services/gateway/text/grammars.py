@@ -35,6 +35,7 @@ from services.gateway.text.schemas import (
     schema_fault,
     without_part,
 )
+from services.gateway.text.tool_calls import ThoughtParser
 from shared.errors import Overloaded
 from shared.grammar import MAX_GRAMMAR_BYTES, library
 
@@ -64,6 +65,8 @@ KeyT = TypeVar("KeyT")
 ValueT = TypeVar("ValueT")
 Check = Callable[[str], Verdict]
 Kind = Literal["json_schema", "regex", "choice", "grammar", "tags"]
+Thought = Literal["", "may", "open"]
+"""Whether an answer thinks first: no, it may begin to, or its prompt has begun it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +78,7 @@ class Structure:
     with it; one of them may be a {schema} alone: that, or tags and no other text. param: the field
     that says so. whitespace: of json_schema, a regular expression; None = ``WHITESPACE``. places:
     of a value that was put together, where its parts come from: a path within the value, and the
-    field.
+    field. thought: what comes before it.
     """
 
     kind: Kind
@@ -83,6 +86,7 @@ class Structure:
     param: str
     whitespace: str | None = None
     places: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
+    thought: Thought = ""
 
     @property
     def digest(self) -> bytes:
@@ -91,7 +95,7 @@ class Structure:
             value = msgspec.json.encode(self.value)
         except OverflowError:  # a number of more than 64 bits
             value = json.dumps(self.value).encode()
-        about = f"{self.kind} {self.whitespace!r} ".encode()
+        about = f"{self.kind} {self.whitespace!r} {self.thought} ".encode()
         return hashlib.blake2b(about + value, digest_size=16).digest()
 
     @property
@@ -149,8 +153,13 @@ class Grammars:
 
     def _checked(self, structure: Structure, check: Check, *, is_quick: bool = False) -> str:
         """Raises _TakesLonger: a quick check cannot say what becomes of it."""
-        grammar = text_of(structure)
-        if len(grammar.encode()) > MAX_GRAMMAR_BYTES:
+        grammar = told = text_of(structure)
+        # The process that checks knows no tokens: of marks it has seen the spelling.
+        if structure.kind == "tags":
+            told = text_of(structure, self.marks)
+        if structure.thought:
+            told = _after_thought(told, structure.thought, self.marks)
+        if len(told.encode()) > MAX_GRAMMAR_BYTES:
             raise refusal(
                 structure.param,
                 f"as a grammar it must have at most {MAX_GRAMMAR_BYTES} bytes",
@@ -166,8 +175,7 @@ class Grammars:
                     raise _TakesLonger
                 path, fault = _innermost(structure, fault, check)
             raise refusal(structure.place(path), fault, code="invalid_grammar")
-        # The process that checks knows no tokens: of marks it has seen the spelling.
-        return text_of(structure, self.marks) if structure.kind == "tags" else grammar
+        return told
 
     def _fault(self, grammar: str, check: Check, *, is_quick: bool) -> str:
         verdict = self._known.pop(grammar, None)
@@ -360,6 +368,26 @@ def _tags(structure: Structure, marks: Collection[str]) -> str:
     tags = f"({' | '.join(names)})"
     start = f"start: {start}{tags}+" if start else f"start: {tags}* TEXT"
     return "\n".join(["%llguidance {}", start, r"TEXT: /(.|\n)*/", r"SPACE: /[ \n]{1,4}/", *rules])
+
+
+def _after_thought(grammar: str, thought: Thought, marks: Collection[str]) -> str:
+    """Return a grammar of thinking and then of what another says."""
+    end = ThoughtParser.END
+    begin, *_ = _literals(ThoughtParser.BEGIN, marks)
+    start = "thought @answer" if thought == "open" else f"(SPACE {begin} thought)? @answer"
+    ends = f"(ended | TEXT {end})" if end in marks else "ended"
+    thinking = "\n".join(
+        [
+            f"start: {start}",
+            f"thought: {ends} SPACE",
+            f"ended[lazy]: TEXT {_literal(end)}",
+            r"TEXT: /(.|\n)*/",
+            r"SPACE: /[ \n]{0,4}/",
+        ]
+    )
+    # Lark's text is as it is, all else JSON.
+    own = json.loads(grammar)["grammars"][0] if grammar[0] == "{" else {"lark_grammar": grammar}
+    return json.dumps({"grammars": [{"lark_grammar": thinking}, {**own, "name": "answer"}]})
 
 
 def _literals(text: str, marks: Collection[str]) -> list[str]:

@@ -7,17 +7,19 @@ import os
 import signal
 import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
 
 from services.gateway.text import grammar_process
 from services.gateway.text.grammar_process import GIVE_UP_S, GrammarProcess
-from services.gateway.text.grammars import Grammars, Kind, Structure
+from services.gateway.text.grammars import Grammars, Kind, Structure, Thought
 from services.gateway.text.schemas import for_library, library_fault, schema_fault
 from shared.errors import InvalidRequest, Overloaded
-from shared.grammar import MAX_GRAMMAR_BYTES, matcher
+from shared.grammar import MAX_GRAMMAR_BYTES, library, matcher
 from tests.support.grammars import (
     PERSON,
     a_grammar,
@@ -25,6 +27,7 @@ from tests.support.grammars import (
     check_in_place,
     needs_library,
 )
+from tests.support.tiny_tokenizer import EOS, VOCAB_SIZE, tiny_tokenizer
 
 NODE = {
     "type": "object",
@@ -270,6 +273,49 @@ async def test_what_is_refused(value: Any, kind: Kind, place: str, words: str) -
     error = await refused(value, kind)
     assert error.param == f"field{place}"
     assert words in error.message
+
+
+A_CALL = {"trigger": "<f>", "begin": "<f>", "schema": {"type": "null"}, "end": "</f>"}
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("kind", "value", "answer"),
+    [
+        ("json_schema", {"type": "null"}, "null"),
+        ("regex", "ab+", "abb"),
+        ("choice", ["a", "b"], "b"),
+        ("grammar", 'root ::= "x" [0-9]+', "x12"),
+        ("tags", [A_CALL], "text <f>null</f>"),
+    ],
+)
+@pytest.mark.parametrize("marks", [(), ("<think>", "</think>")])
+async def test_thinking_before_what_must_match(
+    kind: Kind, value: Any, answer: str, marks: tuple[str, ...]
+) -> None:
+    """Whether a model has tokens for its marks or spells them; each way it may begin."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([AddedToken(mark) for mark in marks])
+    read = library().LLTokenizer(tokenizer.to_str(), n_vocab=VOCAB_SIZE, eos_token=[EOS])
+    grammars = Grammars(check_in_place)
+    grammars.marks = frozenset(marks)
+
+    async def takes(thought: Thought, text: str) -> bool:
+        grammar = await grammars.checked(replace(asked(value, kind), thought=thought))
+        state = matcher(read, grammar)
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        return state.try_consume_tokens(ids) == len(ids) and state.is_accepting()
+
+    assert await takes("", answer)
+    assert await takes("may", answer)
+    assert await takes("may", f"<think>\na < b</think>\n\n{answer}")
+    assert await takes("open", f"a < b\n</think>\n\n{answer}")
+    assert not await takes("open", answer)
+    if kind != "tags":
+        assert not await takes("may", "<think>a")
+        assert not await takes("", f"<think>a</think>{answer}")
+        assert not await takes("may", f"a</think>{answer}")
+        assert not await takes("open", "a</think>neither")
 
 
 @needs_library
