@@ -116,13 +116,15 @@ def _count(here: Sequence[WorkerSeen]) -> dict[Kind, int]:
 
 
 def _note_start(memory: Memory, present: Numbers, now: float) -> Memory:
-    """A worker that was wanted has come: so long does a start take."""
-    took_s = memory.startup_s
+    """A worker that was ordered has come: so long does a start take. What comes back later, or has
+    moved, tells nothing of it."""
+    took_s, ordered = memory.startup_s, dict(memory.ordered)
     for kind, num in present.items():
-        before = memory.present.get(kind, num)
-        if before < num <= memory.targets.get(kind, 0) and kind in memory.ups:
-            took_s = now - memory.ups[kind]
-    return replace(memory, present=present, startup_s=took_s)
+        if num > memory.present.get(kind, num) and kind in ordered:
+            took_s = now - ordered[kind]
+        if num >= memory.targets.get(kind, 0):
+            ordered.pop(kind, None)
+    return replace(memory, present=present, startup_s=took_s, ordered=ordered)
 
 
 def _why_hold(here: Sequence[WorkerSeen], traffic: Traffic | None) -> str:
@@ -165,6 +167,7 @@ class _Look:
         self.present = present
         self.targets = {kind: memory.targets.get(kind, num) for kind, num in present.items()}
         self.ups, self.downs = dict(memory.ups), dict(memory.downs)
+        self.ordered = dict(memory.ordered)
         self.reasons = dict(memory.reasons)
         self.jumped_at = memory.jumped_at
         self.limit = ""
@@ -210,6 +213,7 @@ class _Look:
             targets=self.targets,
             ups=self.ups,
             downs=self.downs,
+            ordered=self.ordered,
             reasons=self.reasons,
             needs=(*older, *history),
             level=level,
@@ -372,6 +376,7 @@ class _Look:
                 short[kind] -= 1
             elif sum(self.targets.values()) < most:
                 self._rise(kind, needs)
+                self.ordered[kind] = self.now
                 short[kind] -= 1
             else:
                 self.limit = self.limit or (

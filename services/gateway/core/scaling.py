@@ -110,14 +110,16 @@ Times = Mapping[Kind, float]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     """What one decision leaves to the next. targets: workers wanted. ups, downs: when each of these
-    rose and fell last. needs: the last ``dwell_s``. level, slope: of the rate, as of level_at;
-    jumped_at: when it jumped last. startup_s: as measured last, 0 = never. short_since: of kinds
-    that have too few. learned: the load at which limits were missed, and when."""
+    rose and fell last. ordered: when those that have not all come were ordered. needs: the last
+    ``dwell_s``. level, slope: of the rate, as of level_at; jumped_at: when it jumped last.
+    startup_s: as measured last, 0 = never. short_since: of kinds that have too few. learned: the
+    load at which limits were missed, and when."""
 
     targets: Numbers = field(default_factory=dict[Kind, int])
     present: Numbers = field(default_factory=dict[Kind, int])
     ups: Times = field(default_factory=dict[Kind, float])
     downs: Times = field(default_factory=dict[Kind, float])
+    ordered: Times = field(default_factory=dict[Kind, float])
     reasons: Mapping[Kind, str] = field(default_factory=dict[Kind, str])
     needs: tuple[tuple[float, Numbers], ...] = ()
     level: float = 0.0

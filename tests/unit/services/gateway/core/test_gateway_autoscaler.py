@@ -153,6 +153,22 @@ def test_the_start_up_is_measured() -> None:
     assert mesh.memory.startup_s == pytest.approx(95.0, abs=LOOK_S)
 
 
+def test_neither_a_worker_that_comes_back_nor_one_that_moves_tells_of_a_start_up() -> None:
+    """Not even hours after the last start."""
+    mesh = ObedientMesh(list(workers(2, 1)))
+    mesh.looks(1000, traffic(4.0))
+    measured_s, lost = mesh.memory.startup_s, mesh.here.pop(0)
+    mesh.look(traffic(4.0))
+    mesh.here.append(lost)
+    mesh.coming.clear()
+    mesh.looks(60, traffic(4.0))
+    assert mesh.memory.startup_s == measured_s > 0
+    mesh = ObedientMesh(list(workers(2, 4, moves=True)), rules=Rules(RULES.limits, max_workers=6))
+    mesh.looks(300, traffic(3.0))
+    assert decided(mesh, MoveHome) != []
+    assert mesh.memory.startup_s == 0
+
+
 def test_limits_missed_at_a_load_that_should_do_count() -> None:
     """Predictions are off: it plans for less, once, and not for ever more."""
     mesh = ObedientMesh(list(workers(3, 1)))
