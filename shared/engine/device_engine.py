@@ -4,19 +4,54 @@ behind steps, and staging."""
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import torch
 
-from shared.engine.base import Buffer, Engine
+from shared.engine.base import Buffer, Engine, PreparedStep, QueuedStep
 from shared.engine.device import enter_thread, new_staging
 from shared.engine.failures import DeviceFailures
 from shared.engine.guides import Guides
-from shared.engine.streams import Streams
+from shared.engine.streams import Passing, Streams
 from shared.kv.layout import KvLayout
 from shared.model_spec import ModelSpec
+from shared.step import RowResult
+
+
+class PreparedOnDevice(PreparedStep):
+    """A step that ``launch`` queues."""
+
+    def __init__(self, launch: Callable[[], QueuedOnDevice]) -> None:
+        self._launch = launch
+
+    def launch(self) -> QueuedStep:
+        """See PreparedStep."""
+        return self._launch()
+
+
+class QueuedOnDevice(QueuedStep):
+    """A step in a device's queue. ending: the mark behind its layers. read: waits until all of it
+    is done."""
+
+    def __init__(self, ending: Passing, read: Callable[[], list[RowResult]]) -> None:
+        self._ending, self._read = ending, read
+
+    def is_ending(self) -> bool:
+        """See QueuedStep."""
+        with DeviceFailures("a step"):
+            return self._ending.query()
+
+    def wait_until_ending(self) -> None:
+        """See QueuedStep."""
+        with DeviceFailures("a step"):
+            self._ending.synchronize()
+
+    def results(self) -> list[RowResult]:
+        """See QueuedStep."""
+        with DeviceFailures("a step"):
+            return self._read()
 
 
 class DeviceEngine(Engine):

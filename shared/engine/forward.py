@@ -15,7 +15,7 @@ import torch
 from shared.engine.base import OnLayer
 from shared.engine.guides import Masks
 from shared.engine.streams import Passing
-from shared.step import StepRow, ToCome
+from shared.step import RowResult, StepRow, ToCome
 
 
 class Passed(NamedTuple):
@@ -47,6 +47,11 @@ class Queued(NamedTuple):
     ending: Passing
     token_ids: torch.Tensor
     done: Passing
+
+    def results(self) -> list[RowResult]:
+        """Wait until it is done."""
+        self.done.synchronize()
+        return [RowResult(token_id) for token_id in self.token_ids.tolist()]
 
 
 class Forward(Protocol):

@@ -128,9 +128,12 @@ class CudaStreams(Streams):
     one stream are ordered. So one event per layer is enough.
     """
 
-    def __init__(self, num_layers: int, device: torch.device) -> None:
+    def __init__(
+        self, num_layers: int, device: torch.device, compute: torch.cuda.Stream | None = None
+    ) -> None:
+        """compute: the stream for steps, if whoever computes insists on one."""
         self._device = device
-        self._compute = torch.cuda.Stream(device)
+        self._compute = compute or torch.cuda.Stream(device)
         self._copy = torch.cuda.Stream(device)
         self._marks = StepMarks(num_layers, lambda: torch.cuda.Event(enable_timing=True))
         # Weights and pools were filled on the default stream; our streams do not wait for it.

@@ -7,7 +7,7 @@ Puts the parts together (folder, weights, decoder, pool, sampler) and keeps to t
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -26,7 +26,6 @@ from shared.engine.base import (
     Buffer,
     OnLayer,
     PreparedStep,
-    QueuedStep,
 )
 from shared.engine.computing import choose, keep_precision
 from shared.engine.decode_buckets import DecodeBuckets
@@ -36,10 +35,10 @@ from shared.engine.device import (
     require_shareable_memory,
     resolve_device,
 )
-from shared.engine.device_engine import DeviceEngine
+from shared.engine.device_engine import DeviceEngine, PreparedOnDevice, QueuedOnDevice
 from shared.engine.device_memory import MemoryNeeds, kv_bytes_of, measure
 from shared.engine.failures import DeviceFailures
-from shared.engine.forward import Choose, Forward, Passed, Queued
+from shared.engine.forward import Forward, Passed
 from shared.engine.guides import Guides, Masks
 from shared.engine.layers import LayerOps
 from shared.engine.models.decoder import load_decoder
@@ -95,35 +94,6 @@ class _StepOutputs(NamedTuple):
                 prompts.append((idx, row))
         is_plain_greedy = all(map(sampler.is_plain_greedy, specs))
         return cls(len(rows), samples, specs, is_plain_greedy, prompts)
-
-
-class _Prepared(PreparedStep):
-    def __init__(self, streams: Streams, queue: Callable[[Choose], Queued], choose: Choose) -> None:
-        self._streams = streams
-        self._queue = queue
-        self._choose = choose
-
-    def launch(self) -> QueuedStep:
-        with DeviceFailures("a step"), torch.inference_mode(), self._streams.queueing():
-            return _InQueue(self._queue(self._choose))
-
-
-class _InQueue(QueuedStep):
-    def __init__(self, queued: Queued) -> None:
-        self._queued = queued
-
-    def is_ending(self) -> bool:
-        with DeviceFailures("a step"):
-            return self._queued.ending.query()
-
-    def wait_until_ending(self) -> None:
-        with DeviceFailures("a step"):
-            self._queued.ending.synchronize()
-
-    def results(self) -> list[RowResult]:
-        with DeviceFailures("a step"):
-            self._queued.done.synchronize()
-            return [RowResult(token_id) for token_id in self._queued.token_ids.tolist()]
 
 
 class TorchEngine(DeviceEngine):
@@ -309,7 +279,13 @@ class TorchEngine(DeviceEngine):
         if queue is None:
             return None
         choose = partial(sampler.choose, specs=specs, eos_token_ids=self.spec.eos_token_ids)
-        return _Prepared(self._streams, queue, choose)
+
+        def launch() -> QueuedOnDevice:
+            with DeviceFailures("a step"), torch.inference_mode(), self._streams.queueing():
+                queued = queue(choose)
+            return QueuedOnDevice(queued.ending, queued.results)
+
+        return PreparedOnDevice(launch)
 
     @property
     def machine(self) -> Mapping[str, str]:

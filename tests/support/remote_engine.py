@@ -14,14 +14,15 @@ import multiprocessing
 import threading
 import traceback
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 
 from shared.config import WorkerConfig
-from shared.engine.base import Engine, OnLayer
+from shared.engine.base import Engine, OnLayer, QueuedStep
+from shared.engine.worker import fill_in
 from shared.errors import MeshError
 from shared.kv.layout import KvLayout
 from shared.model_spec import ModelSpec
@@ -32,13 +33,15 @@ STARTS_WITHIN_S = 400.0
 
 
 @contextlib.contextmanager
-def remote_engine(config: WorkerConfig) -> Iterator[RemoteEngine]:
-    """Load an engine in a child for the length of the block.
+def remote_engine(
+    config: WorkerConfig, begin: Callable[[], None] | None = None
+) -> Iterator[RemoteEngine]:
+    """Load an engine in a child for the length of the block. begin: called there before.
 
     Raises MeshError: as ``load_engine``."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    child = context.Process(target=_serve, args=(config, theirs))
+    child = context.Process(target=_serve, args=(config, theirs, begin))
     child.start()
     theirs.close()
     try:
@@ -114,6 +117,12 @@ class RemoteEngine(Engine):
                 on_layer(layer)
         return results
 
+    def step_ahead(self, steps: Sequence[Sequence[StepRow]]) -> list[list[RowResult]]:
+        """Run steps of single tokens, each queued before the results of the one before it are read.
+        Rows of a table that was in the step before lack their token. Such an engine may lie on a
+        CPU, where it gains nothing: everything is done when it is queued."""
+        return self.call("step_ahead", [[(id(row.block_table), row) for row in it] for it in steps])
+
     def layer_times(self) -> Sequence[float]:
         return ()
 
@@ -147,7 +156,9 @@ def _result(pipe: Connection) -> Any:
     return value
 
 
-def _serve(config: WorkerConfig, pipe: Connection) -> None:
+def _serve(config: WorkerConfig, pipe: Connection, begin: Callable[[], None] | None) -> None:
+    if begin is not None:
+        begin()
     from shared.engine.load import load_engine
 
     try:
@@ -197,6 +208,9 @@ def _answer(
         at, data = arguments
         engine.scatter(*at, np.frombuffer(bytearray(data), np.uint8))
         return None
+    if name == "step_ahead":
+        steps = [[row._replace(block_table=tables[at]) for at, row in it] for it in arguments[0]]
+        return _step_ahead(engine, steps)
     if name == "expect":
         engine.expect(*arguments)
         return None
@@ -215,3 +229,30 @@ def _answer(
     layers: list[int] = []
     results = engine.step(rows, layers.append if follows_layers else None)
     return results, layers
+
+
+def _step_ahead(engine: Any, steps: list[list[StepRow]]) -> list[list[RowResult]]:
+    engine._queues = True
+    found: list[list[RowResult]] = []
+    running: QueuedStep | None = None
+    before: list[StepRow] = []
+    tokens: dict[int, int] = {}
+    for rows in steps:
+        sources = {id(row.block_table): idx for idx, row in enumerate(before)}
+        to_come: list[tuple[list[int], int]] = []
+        for idx, row in enumerate(rows):
+            at = id(row.block_table)
+            if at in sources:
+                to_come.append(([-1], sources[at]))
+                rows[idx] = row._replace(token_ids=to_come[-1][0])
+            elif at in tokens:
+                rows[idx] = row._replace(token_ids=[tokens[at]])
+        following = engine.prepare(rows, to_come).launch()
+        if running is not None:
+            found.append(running.results())
+            fill_in(to_come, found[-1])
+            for row, result in zip(before, found[-1], strict=True):
+                tokens[id(row.block_table)] = result.token_id
+        running, before = following, rows
+    assert running is not None
+    return [*found, running.results()]

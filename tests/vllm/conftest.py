@@ -14,12 +14,16 @@ from shared.config import PrefillConfig
 from shared.model_folder import BUNDLED
 from tests.support import service_process
 from tests.support.remote_engine import RemoteEngine, remote_engine
+from tests.support.second_runner import take_second_runner
 from tests.support.vllm_checkpoints import make
 
 EAGER = "enforce_eager=true"
 NUM_BLOCKS = 96
 
 EngineOf = Callable[..., RemoteEngine]
+
+RUNNERS = ["first", pytest.param("second", marks=pytest.mark.nightly)]
+"""vLLM's model runners. Of the second each step takes a quarter of a second here."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -51,17 +55,25 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")
-def engine_of(folder_of: Callable[[str], Path]) -> Iterator[EngineOf]:
+def runner() -> str:
+    """Return the model runner of every engine that a test does not ask for by another."""
+    return "first"
+
+
+@pytest.fixture(scope="module")
+def engine_of(folder_of: Callable[[str], Path], runner: str) -> Iterator[EngineOf]:
     """Start a vLLM engine of a family, or return the one that runs."""
     with ExitStack() as running:
         known: dict[tuple[object, ...], RemoteEngine] = {}
 
-        def engine(family: str, *, ranks: int = 1, **settings: Any) -> RemoteEngine:
+        def engine(
+            family: str, *, ranks: int = 1, runner: str = runner, **settings: Any
+        ) -> RemoteEngine:
             arguments = [EAGER, *(settings.pop("vllm_args", "").split())]
             if ranks > 1:
                 arguments.append(f"tensor_parallel_size={ranks}")
             wanted = {"dtype": "float32", "num_blocks": NUM_BLOCKS, "threads": 1, **settings}
-            key = (family, *arguments, *sorted(wanted.items()))
+            key = (family, runner, *arguments, *sorted(wanted.items()))
             if key not in known:
                 config = PrefillConfig(
                     engine="vllm",
@@ -71,7 +83,10 @@ def engine_of(folder_of: Callable[[str], Path]) -> Iterator[EngineOf]:
                     **wanted,
                 )
                 config.check()
-                known[key] = running.enter_context(remote_engine(config))
+                known[key] = running.enter_context(
+                    remote_engine(config, take_second_runner if runner == "second" else None)
+                )
+                assert known[key].machine["runner"] == runner
             return known[key]
 
         yield engine

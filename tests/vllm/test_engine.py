@@ -21,7 +21,7 @@ from shared.worker.life import pool_and_scheduler
 from tests.support.engine_driver import Driver, Running, greedy
 from tests.support.grammars import a_grammar
 from tests.support.remote_engine import remote_engine
-from tests.vllm.conftest import EAGER, NUM_BLOCKS, EngineOf
+from tests.vllm.conftest import EAGER, NUM_BLOCKS, RUNNERS, EngineOf
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -40,6 +40,12 @@ ODD = greedy(NUM_NEW, temperature=0.7, top_k=20, seed=3, bad_words=((5, 6),), mi
 def prompts_of(engine: Engine, lengths: tuple[int, ...] = (1, 5, 32, 33, 100, 300)) -> list:
     source = random.Random(5)
     return [[source.randrange(3, engine.spec.vocab_size) for _ in range(n)] for n in lengths]
+
+
+@pytest.fixture(scope="module", params=RUNNERS)
+def runner(request: pytest.FixtureRequest) -> str:
+    """Return one of vLLM's model runners."""
+    return request.param
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +91,38 @@ def test_rows_that_pause_go_on_as_if_they_had_not(engine_of: EngineOf) -> None:
         rows = [one.row(64) for one in here]
         for one, row, result in zip(here, rows, driver.engine.step(rows), strict=True):
             one.commit(row, result)
+    assert [one.output for one in running] == want
+
+
+def test_the_second_runner_queues_steps_before_tokens_are_read(engine_of: EngineOf) -> None:
+    """Tokens that stay on the device are those that the host would have given, whoever pauses
+    meanwhile. One test of that runner which every run of the tests has."""
+    engine = engine_of("llama", runner="second")
+    driver, source = Driver(engine), random.Random(8)
+    drawn = [greedy(NUM_NEW, temperature=0.9, seed=seed) for seed in (1, 2)]
+    params = [greedy(NUM_NEW), *drawn, greedy(NUM_NEW)]
+    pairs = list(zip(prompts_of(engine, (1, 32, 33, 100)), params, strict=True))
+    want = [driver.run_alone(*pair).output for pair in pairs]
+    running = [driver.start(*pair) for pair in pairs]
+    rows = [one.row(1 << 30) for one in running]
+    for one, row, result in zip(running, rows, engine.step(rows), strict=True):
+        one.commit(row, result)
+    steps: list[list[StepRow]] = []
+    orders: list[list[Running]] = []
+    num_planned = dict.fromkeys(map(id, running), 1)
+    while here := [one for one in running if num_planned[id(one)] < NUM_NEW]:
+        orders.append([one for one in here if source.random() < 0.8] or here)
+        source.shuffle(orders[-1])
+        steps.append([])
+        for one in orders[-1]:
+            index = num_planned[id(one)]
+            num_planned[id(one)] += 1
+            sample = SampleSpec(one.params, index, one.prompt, [])
+            start = len(one.prompt) + index - 1
+            steps[-1].append(StepRow([one.output[0]], start, one.block_table, sample))
+    for order, results in zip(orders, engine.step_ahead(steps), strict=True):
+        for one, result in zip(order, results, strict=True):
+            one.output.append(result.token_id)
     assert [one.output for one in running] == want
 
 

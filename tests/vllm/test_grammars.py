@@ -25,7 +25,7 @@ from tests.support.engine_driver import Driver, greedy
 from tests.support.grammars import a_grammar
 from tests.support.process_mesh import ProcessMesh, process_mesh
 from tests.support.service_process import ServiceProcess
-from tests.vllm.conftest import EAGER, NUM_BLOCKS, EngineOf
+from tests.vllm.conftest import EAGER, NUM_BLOCKS, RUNNERS, EngineOf
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -53,6 +53,12 @@ PROMPTS = [
     [random.Random(length).randrange(3, 1300) for _ in range(length)]
     for length in (1, 5, 33, 64, 100, 300)
 ]
+
+
+@pytest.fixture(scope="module", params=RUNNERS)
+def runner(request: pytest.FixtureRequest) -> str:
+    """Return one of vLLM's model runners."""
+    return request.param
 
 
 @pytest.fixture(scope="module")

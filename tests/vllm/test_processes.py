@@ -161,6 +161,14 @@ async def test_a_cpu_whose_kv_no_other_worker_can_read_is_refused(
     await require_start_refused(EXIT_FAILED, "AMX", "--engine torch")
 
 
+async def test_the_model_runner_that_needs_triton_is_refused_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In vLLM's own words."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    await require_start_refused(EXIT_FAILED, "Model Runner V2 requires Triton")
+
+
 def test_what_a_machine_can_do_with_vllm_is_measured(tmp_path: Path) -> None:
     """As with our own engine: a worker's first start finds the file."""
     measured = profile(*("--engine", "vllm", "--vllm-args", EAGER), file=tmp_path / "profile.json")

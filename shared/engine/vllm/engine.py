@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from shared.engine.base import Buffer, OnLayer
+from shared.engine import sampler
+from shared.engine.base import Buffer, OnLayer, PreparedStep
 from shared.engine.device import name_of
-from shared.engine.device_engine import DeviceEngine
+from shared.engine.device_engine import DeviceEngine, PreparedOnDevice, QueuedOnDevice
 from shared.engine.failures import DeviceFailures
 from shared.engine.guides import Guides
 from shared.engine.paged_kv import check_blocks, check_copy, slots_of
@@ -23,11 +25,11 @@ from shared.engine.streams import Streams
 from shared.engine.vllm.plugins import STEP
 from shared.engine.vllm.pools import Pools
 from shared.engine.vllm.ranks import LayerEvents
-from shared.engine.vllm.rows import FIRST_BLOCK, Rows
+from shared.engine.vllm.rows import FIRST_BLOCK, PlannedStep, Rows
 from shared.errors import EngineFailed, LocalProtocolError
 from shared.kv.layout import KvLayout
 from shared.model_spec import ModelSpec
-from shared.step import RowResult, StepRow
+from shared.step import RowResult, StepRow, ToCome
 
 
 class VllmEngine(DeviceEngine):
@@ -47,9 +49,11 @@ class VllmEngine(DeviceEngine):
         guides: Guides | None,
         facts: Mapping[str, str],
         events: LayerEvents | None = None,
+        queues: bool = False,
         resources: contextlib.ExitStack,
     ) -> None:
         """core: vLLM's EngineCore. facts: for ``machine``. events: of ranks in other processes.
+        queues: sampled tokens stay on the device, and steps may be queued behind each other.
         resources: what ``close`` closes, the core first."""
         super().__init__(
             *(spec, layout, num_blocks, block_size), device=device, streams=streams, guides=guides
@@ -58,6 +62,7 @@ class VllmEngine(DeviceEngine):
         self._pools = pools
         self._facts = facts
         self._events = events
+        self._queues = queues
         self._resources = resources
         self._rows = Rows(block_size)
 
@@ -83,11 +88,11 @@ class VllmEngine(DeviceEngine):
         if guided is not None and self._events is not None:
             # Ranks are other processes, and nothing reaches them once their step has begun.
             masks = guided.result()
-        plan = self._rows.plan(rows, masks, follows_layers=on_layer is not None)
+        step = self._rows.plan(rows, masks, follows_layers=on_layer is not None)
         try:
             with DeviceFailures("a step"), self._streams.computing():
-                output = self._run(plan, on_layer)
-                results = self._rows.results(rows, output)
+                output = self._run(step, on_layer)
+                results = self._rows.results(rows, step, output)
         except TimeoutError as error:
             raise EngineFailed(
                 "a rank of this worker is silent for longer than a step may take (300 s, or "
@@ -100,9 +105,38 @@ class VllmEngine(DeviceEngine):
             results[idx] = results[idx]._replace(failure=mask.failure)
         return results
 
-    def _check(self, rows: Sequence[StepRow]) -> None:
+    def prepare(self, rows: Sequence[StepRow], to_come: ToCome = ()) -> PreparedStep | None:
+        """See Engine: steps of single tokens, chosen without the host, over the runner that leaves
+        them on the device."""
+        if not self._queues:
+            return None
         for row in rows:
-            ids = row.token_ids
+            if row.sample is None or not sampler.needs_no_host(row.sample):
+                return None
+            if len(row.token_ids) > 1 or row.prompt_targets:
+                return None
+        self._check(rows, to_come)
+        if not self._rows.follow(rows, to_come):
+            return None
+        return PreparedOnDevice(partial(self._launch, rows, to_come))
+
+    def _launch(self, rows: Sequence[StepRow], to_come: ToCome) -> QueuedOnDevice:
+        step = self._rows.plan(rows, to_come=to_come)
+        executor = self._core.model_executor
+        try:
+            with DeviceFailures("a step"), self._streams.queueing():
+                executor.execute_model(step.order)
+                ending = self._streams.mark()
+                output = executor.sample_tokens(None, non_block=True)
+        except BaseException:
+            self._rows.forget()
+            raise
+        return QueuedOnDevice(ending, lambda: self._rows.results(rows, step, output.result()))
+
+    def _check(self, rows: Sequence[StepRow], to_come: ToCome = ()) -> None:
+        lacking = {id(token_ids) for token_ids, _ in to_come}
+        for row in rows:
+            ids = (0,) if id(row.token_ids) in lacking else row.token_ids
             if min(ids) < 0 or max(ids) >= self.spec.vocab_size:
                 raise LocalProtocolError(f"a token is outside the {self.spec.vocab_size} known")
             num_blocks = -(-row.stop // self.block_size)
@@ -112,14 +146,14 @@ class VllmEngine(DeviceEngine):
                 raise LocalProtocolError(f"a row of {row.stop} tokens has no room")
             check_blocks(np.asarray(row.block_table[:num_blocks]), self.num_blocks)
 
-    def _run(self, plan: Any, on_layer: OnLayer | None) -> Any:
+    def _run(self, step: PlannedStep, on_layer: OnLayer | None) -> Any:
         executor = self._core.model_executor
         if self._events is not None and on_layer is not None:
-            self._events.begin(self._rows.step, self.layout.num_layers, on_layer)
+            self._events.begin(step.number, self.layout.num_layers, on_layer)
         elif on_layer is not None:
             STEP.on_layer = self._told(on_layer)
         try:
-            output = executor.execute_model(plan)
+            output = executor.execute_model(step.order)
             if output is None:
                 output = executor.sample_tokens(None)
         finally:

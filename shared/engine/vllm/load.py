@@ -86,7 +86,7 @@ def load_vllm(
         streams = Streams()
         if device.type == "cuda":
             pools = DevicePools(STEP.pools, layout)
-            streams = CudaStreams(layout.num_layers, device)
+            streams = CudaStreams(layout.num_layers, device, _stream_of_steps(core))
         else:
             ranks = [STEP.pools] if events is None else map_pools(meeting, num_ranks)
             pools = HostPools(ranks, layout, has_packed_keys=layout.parts == 2)
@@ -96,6 +96,7 @@ def load_vllm(
             "threads": str(num_threads),
             "torch": torch.__version__,
             "ranks": str(num_ranks),
+            "runner": "second" if wanted.use_v2_model_runner else "first",
         }
         _log.info(
             "model is computed by vllm", engine=spec.engine, dtype=layout.dtype, mode=compiled
@@ -121,6 +122,7 @@ def load_vllm(
             guides=Guides.of(files, spec.vocab_size, spec.eos_token_ids),
             facts=facts,
             events=events,
+            queues=device.type == "cuda" and wanted.use_v2_model_runner,
             resources=stack.pop_all(),
         )
 
@@ -200,7 +202,6 @@ def _configured(
         "num_gpu_blocks_override": config.num_blocks + 1 if config.num_blocks else None,
         "kv_cache_memory_bytes": kv_bytes,
         "scheduler_cls": "shared.engine.vllm.plugins.RowScheduler",
-        "logits_processors": ["shared.engine.vllm.plugins:RowSampler"],
         "kv_transfer_config": {
             "kv_connector": "LayerTap",
             "kv_connector_module_path": "shared.engine.vllm.plugins",
@@ -233,11 +234,20 @@ def _configured(
             code="vllm_backend",
         )
     _require_served(made.model_config, files)
+    sampler = "SlotSampler" if made.use_v2_model_runner else "RowSampler"
+    made.model_config.logits_processors = [f"shared.engine.vllm.plugins:{sampler}"]
     if meeting is not None and not made.logging_config.configure_logging:
         made.logging_config = LoggingConfig(
             configure_logging=True, pylogging_config_file=write_logging(meeting)
         )
     return made
+
+
+def _stream_of_steps(core: Any) -> torch.cuda.Stream | None:
+    """Return the stream that vLLM's second model runner copies tokens behind, which it keeps from
+    its first step; None: the first one takes what is current."""
+    runner = core.model_executor.driver_worker.worker.model_runner
+    return getattr(runner, "main_stream", None)
 
 
 def _require_served(model: Any, files: ModelFolder) -> None:

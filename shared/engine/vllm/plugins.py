@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -27,10 +28,13 @@ from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.sample import sampler as vllm_sampler
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as SlotProcessor
 
 from shared.engine import sampler
 from shared.engine.base import OnLayer
 from shared.engine.guides import Masks
+from shared.engine.upload import to_device
 from shared.engine.vllm.ranks import RankEnd
 from shared.step import SampleSpec
 
@@ -228,9 +232,7 @@ class LayerTap(KVConnectorBase_V1):
 
 
 class RowSampler(LogitsProcessor):
-    """Our sampler in front of vLLM's (its V1 model runner): a row that chooses by other rules than
-    the most likely token gets logits in which the chosen token is the most likely. So vLLM's own
-    argmax finds it, on every rank alike, and its logprobs, taken before, are the raw ones."""
+    """Our sampler in front of that of vLLM's first model runner; see ``_choose``."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._names: dict[int, str] = {}
@@ -257,25 +259,54 @@ class RowSampler(LogitsProcessor):
                 names[source] = replaced
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        choices = STEP.choices
-        if not choices.specs and not choices.forced:
-            return logits
-        rows = [(idx, name) for idx, name in self._names.items() if idx < logits.shape[0]]
-        drawn = [(idx, name) for idx, name in rows if name in choices.specs]
-        chosen = [(idx, choices.forced[name]) for idx, name in rows if name in choices.forced]
-        if drawn:
-            places = torch.tensor([idx for idx, _ in drawn], device=logits.device)
-            scores = logits.index_select(0, places).float()
-            masks = choices.masks_of([name for _, name in drawn])
-            picked = sampler.sample(
-                scores,
-                [choices.specs[name] for _, name in drawn],
-                eos_token_ids=STEP.eos_token_ids,
-                guide=None if masks is None else partial(sampler.deny, scores, masks),
-            )
-            chosen += [(idx, one.token_id) for (idx, _), one in zip(drawn, picked, strict=True)]
-        places = torch.tensor([idx for idx, _ in chosen], device=logits.device)
-        tokens = torch.tensor([token_id for _, token_id in chosen], device=logits.device)
-        logits[places] = float("-inf")
-        logits[places, tokens] = 0.0
+        num_rows = logits.shape[0]
+        return _choose(logits, [(idx, name) for idx, name in self._names.items() if idx < num_rows])
+
+
+class SlotSampler(SlotProcessor):
+    """Our sampler in front of that of vLLM's second model runner, which gives every request a slot
+    for as long as it lives, and orders rows anew in each step; see ``_choose``."""
+
+    def __init__(self, vllm_config: Any, req_states: Any) -> None:
+        super().__init__(vllm_config, req_states)
+        self._names: dict[int, str] = {}
+
+    def add_request(self, req_idx: int, sampling_params: Any) -> bool:
+        self._names[req_idx] = (sampling_params.extra_args or {}).get(ROW, "")
+        return True
+
+    def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
+        slots = enumerate(ctx.idx_mapping_np.tolist())
+        return _choose(logits, [(idx, self._names.get(slot, "")) for idx, slot in slots])
+
+
+def _choose(logits: torch.Tensor, rows: Sequence[tuple[int, str]]) -> torch.Tensor:
+    """Give rows that choose by other rules than the most likely token logits in which the chosen
+    token is the most likely. So vLLM's own argmax finds it, on every rank alike, and its logprobs,
+    taken before, are the raw ones. rows: place in ``logits`` and name of each."""
+    choices = STEP.choices
+    if not choices.specs and not choices.forced:
         return logits
+    drawn = [(idx, name) for idx, name in rows if name in choices.specs]
+    if drawn:
+        places = to_device(np.array([idx for idx, _ in drawn]), logits.device)
+        scores = logits.index_select(0, places).float()
+        masks = choices.masks_of([name for _, name in drawn])
+        picked = sampler.choose(
+            scores,
+            [choices.specs[name] for _, name in drawn],
+            eos_token_ids=STEP.eos_token_ids,
+            guide=None if masks is None else partial(sampler.deny, scores, masks),
+        )
+        _leave(logits, places, picked)
+    forced = [(idx, choices.forced[name]) for idx, name in rows if name in choices.forced]
+    if forced:
+        places = to_device(np.array([idx for idx, _ in forced]), logits.device)
+        tokens = to_device(np.array([token_id for _, token_id in forced]), logits.device)
+        _leave(logits, places, tokens)
+    return logits
+
+
+def _leave(logits: torch.Tensor, places: torch.Tensor, tokens: torch.Tensor) -> None:
+    logits[places] = float("-inf")
+    logits[places, tokens] = 0.0

@@ -22,8 +22,6 @@ INSTALL = (
     f"vLLM {TESTED} (docs/vllm.md)"
 )
 
-_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
-
 
 def release() -> str:
     """Return the installed release. Raises ModelError: there is none, or not the tested one."""
@@ -56,7 +54,6 @@ def prepare_environment(num_threads: int, num_ranks: int, *, is_eager: bool) -> 
     """Set what vLLM, torch and OpenMP read at their import; variables that somebody set stay.
 
     num_threads: CPU threads of a rank, 0 = as OMP_NUM_THREADS says. is_eager: nothing is compiled.
-    Raises ModelError: one that somebody set leaves our sampler no place.
     """
     settings = {
         # We load folders, and tell nobody how they are used.
@@ -68,8 +65,6 @@ def prepare_environment(num_threads: int, num_ranks: int, *, is_eager: bool) -> 
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if num_ranks == 1 else "1",
         # Workers of a machine share its cores by number of threads, not by name.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        # The runner that the sampler in plugins.py is for.
-        _RUNNER: "0",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
     if is_eager:
@@ -80,12 +75,6 @@ def prepare_environment(num_threads: int, num_ranks: int, *, is_eager: bool) -> 
         os.environ["OMP_NUM_THREADS"] = str(num_threads)
     for name, value in settings.items():
         os.environ.setdefault(name, value)
-    if os.environ[_RUNNER] != settings[_RUNNER]:
-        raise ModelError(
-            f"--engine vllm: {_RUNNER} is set to {os.environ[_RUNNER]!r}, and pdmesh samples in "
-            "vLLM's first model runner alone: unset it",
-            code="vllm_runner",
-        )
 
 
 def silence_start() -> None:

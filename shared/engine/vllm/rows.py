@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.sampling_params import SamplingParams as VllmParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -24,7 +24,7 @@ from shared.engine import sampler
 from shared.engine.guides import Masks
 from shared.engine.vllm.plugins import ROW, Choices, StepMeta
 from shared.request import SamplingParams, TokenLogprobs
-from shared.step import RowResult, SampleSpec, StepRow
+from shared.step import RowResult, SampleSpec, StepRow, ToCome
 
 FIRST_BLOCK = 1
 """vLLM's block 0 is nobody's: ours come behind it."""
@@ -44,6 +44,14 @@ class _Live:
     num_outputs: int = 0
 
 
+class PlannedStep(NamedTuple):
+    """One step. number: counts up. order: it in vLLM's words. live: the sequence of each row."""
+
+    number: int
+    order: SchedulerOutput
+    live: Sequence[_Live]
+
+
 class Rows:
     """The rows of one step after the other."""
 
@@ -52,28 +60,45 @@ class Rows:
         self._live: dict[int, _Live] = {}
         self._num_names = 0
         self._num_steps = 0
-        self._step: list[_Live] = []
+        self._last: Sequence[_Live] = ()
+
+    def follow(self, rows: Sequence[StepRow], to_come: ToCome) -> bool:
+        """Whether rows that lack a token are, for vLLM's runner, the next of the sequences in the
+        step planned last whose token they lack."""
+        sources = {id(lacking): source for lacking, source in to_come}
+        for row in rows:
+            source = sources.get(id(row.token_ids))
+            if source is not None:
+                one = self._last[source]
+                is_known = self._live.get(id(row.block_table)) is one
+                if not is_known or not _goes_on(one, row, is_to_come=True):
+                    return False
+        return True
 
     def plan(
         self,
         rows: Sequence[StepRow],
-        masks: Future[Masks] | Masks | None,
+        masks: Future[Masks] | Masks | None = None,
         *,
-        follows_layers: bool,
-    ) -> SchedulerOutput:
-        """Return the step that computes these rows. masks: of those that follow a grammar."""
+        follows_layers: bool = False,
+        to_come: ToCome = (),
+    ) -> PlannedStep:
+        """Return the step that computes these rows. masks: of those that follow a grammar. to_come:
+        rows that ``follow`` the step planned last, whose results nobody has read."""
         new: list[NewRequestData] = []
         cached = CachedRequestData.make_empty()
         specs: dict[str, SampleSpec] = {}
         forced: dict[str, int] = {}
         guided: list[str] = []
         counts: dict[str, int] = {}
-        before, self._step = self._live, []
-        self._live = {}
+        lacking = {id(token_ids) for token_ids, _ in to_come}
+        live: list[_Live] = []
+        before, self._live = self._live, {}
         for row in rows:
             num_blocks = -(-row.stop // self._block_size)
             one = before.get(id(row.block_table))
-            if one is not None and _goes_on(one, row):
+            is_to_come = id(row.token_ids) in lacking
+            if one is not None and _goes_on(one, row, is_to_come=is_to_come):
                 _continue(cached, one, row, num_blocks)
             else:
                 self._num_names += 1
@@ -85,7 +110,7 @@ class Rows:
                     forced[name] = row.prompt_targets[-1]
             one.num_blocks, one.stop = num_blocks, row.stop
             self._live[id(row.block_table)] = one
-            self._step.append(one)
+            live.append(one)
             counts[one.name] = len(row.token_ids)
             if row.sample is None:
                 continue
@@ -93,11 +118,12 @@ class Rows:
                 guided.append(one.name)
             if row.sample.guide is not None or not sampler.is_most_likely(row.sample):
                 specs[one.name] = _to_travel(row.sample)
-        kept = {one.name for one in self._step}
+        kept = {one.name for one in live}
         self._num_steps += 1
+        self._last = live
         choices = Choices(specs, forced, guided, masks)
         meta = StepMeta(self._num_steps, choices, follows_layers=follows_layers)
-        return SchedulerOutput(
+        order = SchedulerOutput(
             scheduled_new_reqs=new,
             scheduled_cached_reqs=cached,
             num_scheduled_tokens=counts,
@@ -108,16 +134,13 @@ class Rows:
             free_encoder_mm_hashes=[],
             kv_connector_metadata=meta,
         )
+        return PlannedStep(self._num_steps, order, live)
 
-    @property
-    def step(self) -> int:
-        """The number of the step that was planned last."""
-        return self._num_steps
-
-    def results(self, rows: Sequence[StepRow], output: Any) -> list[RowResult]:
-        """Return what the planned step has brought. output: vLLM's ModelRunnerOutput."""
+    @staticmethod
+    def results(rows: Sequence[StepRow], step: PlannedStep, output: Any) -> list[RowResult]:
+        """Return what a planned step has brought. output: vLLM's ModelRunnerOutput."""
         results: list[RowResult] = []
-        for row, one in zip(rows, self._step, strict=True):
+        for row, one in zip(rows, step.live, strict=True):
             idx = output.req_id_to_index[one.name]
             prompt = _prompt_logprobs(row, one, idx, output)
             if row.sample is None:
@@ -135,14 +158,14 @@ class Rows:
         self._live = {}
 
 
-def _goes_on(one: _Live, row: StepRow) -> bool:
+def _goes_on(one: _Live, row: StepRow, *, is_to_come: bool) -> bool:
     return (
         row.sample is not None
         and one.table is row.block_table
         and one.params is row.sample.params
         and one.stop == row.start
         and len(row.token_ids) == 1
-        and one.token == row.token_ids[0]
+        and (is_to_come or one.token == row.token_ids[0])
         and not row.prompt_targets
     )
 
@@ -225,8 +248,9 @@ def _prompt_logprobs(row: StepRow, one: _Live, idx: int, output: Any) -> tuple[T
         ids = tensors.logprob_token_ids.numpy()
         values = tensors.logprobs.numpy()
         num_top = row.prompt_logprobs
-        here = range(row.start, row.start + num_here)
-        entries += [_entry(ids[position], values[position], num_top) for position in here]
+        # vLLM's first runner tells of what is before the chunk, too, the second of the chunk alone.
+        here = range(len(ids) - num_here, len(ids))
+        entries += [_entry(ids[line], values[line], num_top) for line in here]
     if _wants_last_target(row):
         entries.append(_logprobs(output.logprobs, idx, row.prompt_logprobs))
     return tuple(entries)

@@ -389,15 +389,6 @@ def test_a_rank_computes_with_its_part_of_the_cores(
     assert os.environ["OMP_NUM_THREADS"] == taken
 
 
-def test_the_model_runner_that_has_no_place_for_our_sampler_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """vLLM's own words for it name no setting."""
-    monkeypatch.setattr(os, "environ", {"VLLM_USE_V2_MODEL_RUNNER": "1"})
-    with pytest.raises(ModelError, match="VLLM_USE_V2_MODEL_RUNNER is set to '1'"):
-        releases.prepare_environment(1, 1, is_eager=False)
-
-
 @pytest.mark.parametrize(
     "argument", ["trust_remote_code=true", "enable_lora=true", "enable_expert_parallel=true"]
 )
