@@ -25,9 +25,12 @@ MAX_HEADER_LINE_BYTES = 8190
 MAX_HEADERS = 100
 MAX_JSON_DEPTH = 64
 MAX_JSON_BRACKETS = 1 << 16
-MAX_MESSAGES = 1024
+MAX_MESSAGES = 8192
 MAX_PARTS = 1024
-MAX_PROMPTS = 8
+MAX_PROMPTS = 512
+MAX_ANSWERS = 512
+"""To all prompts of a request together, but one prompt may have as many as ``--max-choices``."""
+
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 64
 MAX_STOP_TOKEN_IDS = 64

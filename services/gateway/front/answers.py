@@ -10,7 +10,7 @@ them, and comes out as one MeshError. Knows no JSON and no protobuf.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -27,6 +27,15 @@ from shared.runtime.groups import TaskGroup, plain_errors
 HELD_TOKENS = 64
 """So many tokens become text at once where nobody reads a part of an answer: waking a task costs
 several tokens' text, and the text of more would hold the loop."""
+
+
+AT_ONCE = 64
+"""So many answers of one request run at a time; the others wait their turn, not in the mesh's queue
+with requests of others."""
+
+MAX_LOGPROBS_ON_LOOP = 2048
+"""So many, at about 3 us each, are written at once; a long prompt has ten thousands, which would
+hold up every other answer for as long."""
 
 
 class TextDelta(msgspec.Struct, frozen=True, gc=False):
@@ -252,7 +261,7 @@ class _OneAnswer(Answers):
 class _ManyAnswers(Answers):
     def __init__(self, choices: Sequence[Choice]) -> None:
         super().__init__(choices)
-        self._queue: asyncio.Queue[TextDelta] = asyncio.Queue(maxsize=2 * len(choices))
+        self._queue: asyncio.Queue[TextDelta] = asyncio.Queue(2 * min(len(choices), AT_ONCE))
         self._num_running = len(choices)
 
     async def next(self) -> list[TextDelta]:
@@ -264,11 +273,12 @@ class _ManyAnswers(Answers):
         self._num_running -= sum(bool(delta.finish_reason) for delta in deltas)
         return deltas
 
-    async def run(self, choice: Choice, mesh: Mesh) -> None:
-        """Generate one answer into the queue."""
-        async with _OneAnswer(mesh, choice) as answer:
-            while deltas := await answer.next():
-                await self._queue.put(deltas[0])
+    async def run(self, choices: Iterator[Choice], mesh: Mesh) -> None:
+        """Generate one answer after the other into the queue."""
+        for choice in choices:
+            async with _OneAnswer(mesh, choice) as answer:
+                while deltas := await answer.next():
+                    await self._queue.put(deltas[0])
 
 
 def open_answers(mesh: Mesh, choices: Sequence[Choice]) -> AbstractAsyncContextManager[Answers]:
@@ -286,9 +296,10 @@ async def _open_many(mesh: Mesh, choices: Sequence[Choice]) -> AsyncGenerator[An
     answers = _ManyAnswers(choices)
     with plain_errors():
         async with TaskGroup() as group:
+            waiting = iter(choices)
             tasks = [
-                group.create_task(answers.run(choice, mesh), name=f"answer-{choice.index}")
-                for choice in choices
+                group.create_task(answers.run(waiting, mesh), name=f"answers-{idx}")
+                for idx in range(min(len(choices), AT_ONCE))
             ]
             yield answers
             for task in tasks:

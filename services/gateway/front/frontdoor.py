@@ -290,6 +290,9 @@ class FrontDoor:
             len(prompts), limits.MAX_PROMPTS, param=form.prompt_param, what="prompts", least=1
         )
         limits.checked_int(form.num_choices, 1, self.config.max_choices, param="n")
+        if len(prompts) > 1:
+            num = len(prompts) * form.num_choices
+            limits.checked_count(num, limits.MAX_ANSWERS, param="n", what="answers in all")
         num_more = len(prompts) * form.num_choices - 1
         if num_more and caller.hold is not None:
             caller.hold.add(asyncio.get_running_loop().time(), num_more)

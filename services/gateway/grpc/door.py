@@ -17,7 +17,12 @@ from typing import Any
 import msgspec
 
 from services.gateway import limits
-from services.gateway.front.answers import TextDelta, TokenCounts, open_answers
+from services.gateway.front.answers import (
+    MAX_LOGPROBS_ON_LOOP,
+    TextDelta,
+    TokenCounts,
+    open_answers,
+)
 from services.gateway.front.auth import ROLES
 from services.gateway.front.calls import Call, recorded
 from services.gateway.front.frontdoor import Form, FrontDoor, Prompt, Rendering
@@ -191,13 +196,13 @@ class Inference:
                     response = _response(delta, form.sampling)
                     if delta.finish_reason:
                         response.usage = _usage(answers.usage)
-                    if delta.prompt_logprobs is not None:
-                        response.prompt_logprobs = [
-                            _top(entry, token_id)
-                            for token_id, entry in zip(
-                                choices[0].request.token_ids, delta.prompt_logprobs, strict=True
-                            )
-                        ]
+                    if (of_prompt := delta.prompt_logprobs) is not None:
+                        tops = map(_top, of_prompt, choices[0].request.token_ids)
+                        num = len(of_prompt) * (2 + (params.prompt_logprobs or 0))
+                        is_small = num <= MAX_LOGPROBS_ON_LOOP
+                        response.prompt_logprobs = (
+                            list(tops) if is_small else await asyncio.to_thread(list, tops)
+                        )
                     await self._send(stream, response)
                     note(Moment.WRITTEN, call.caller.request_id)
         receipt = json.dumps(answers.receipts()[0])

@@ -14,7 +14,13 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from services.gateway.front.answers import Answers, Choice, TextDelta, open_answers
+from services.gateway.front.answers import (
+    MAX_LOGPROBS_ON_LOOP,
+    Answers,
+    Choice,
+    TextDelta,
+    open_answers,
+)
 from services.gateway.front.calls import Call, typed
 from services.gateway.front.frontdoor import Form, FrontDoor, asked_by
 from services.gateway.http.connection import HttpRequest
@@ -28,10 +34,6 @@ from services.gateway.http.tool_fields import ToolUse
 from services.gateway.mesh import ServedModel
 from shared.log import is_debugging
 from shared.telemetry.moments import Moment, note
-
-MAX_LOGPROBS_ON_LOOP = 2048
-"""So many, at about 3 us each, are written at once; a long answer has ten thousands, which would
-hold up every other answer for as long."""
 
 
 class AskedChat(NamedTuple):
@@ -115,6 +117,10 @@ def _num_logprobs(choices: Sequence[Choice]) -> int:
     return num
 
 
+def _num_prompt_logprobs(delta: TextDelta) -> int:
+    return sum(1 + len(entry.top) for entry in delta.prompt_logprobs or ())
+
+
 async def _stream(
     front: FrontDoor,
     request: HttpRequest,
@@ -131,7 +137,12 @@ async def _stream(
             answers.write_to(chunks)
             while deltas := await answers.next():
                 call.note()
-                if events_now := b"".join([chunks.of(delta) for delta in deltas]):
+                # While a prompt's are written nothing else is: the stream has not begun, or its
+                # answers are several, and no sink.
+                is_small = sum(map(_num_prompt_logprobs, deltas)) <= MAX_LOGPROBS_ON_LOOP
+                written = map(chunks.of, deltas)
+                events_now = b"".join(written) if is_small else await to_thread(b"".join, written)
+                if events_now:
                     await events.write(events_now)
         usage = answers.usage if wants.usage else None
         receipts = answers.receipts() if wants.receipt else ()

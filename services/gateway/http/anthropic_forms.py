@@ -65,14 +65,15 @@ MESSAGES_UNSERVED: dict[str, Unserved] = {
 """Beside those of a chat."""
 
 _ROLES = ("user", "assistant", "system")
+_BLOCKS = ["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
 _THINKING = {"enabled": True, "adaptive": True, "disabled": False}
 
 
 class Block(msgspec.Struct):
-    """One block of a message's content: text, thinking of an answer, a call that it made
-    (tool_use), or what came of one (tool_result)."""
+    """One block of a message's content: text, thinking of an answer (redacted: nothing of it can
+    be read), a call that it made (tool_use), or what came of one (tool_result)."""
 
-    type: Annotated[str, fields.rule(enum=["text", "thinking", "tool_use", "tool_result"])]
+    type: Annotated[str, fields.rule(enum=_BLOCKS)]
     text: str | None = None
     thinking: str | None = None
     id: str | None = None
@@ -289,7 +290,7 @@ def _pieces(message: AnthropicMessage, place: str) -> Iterator[tuple[Message, st
 def _block(block: Block, role: str, place: str) -> Message:
     """What a block says that is not text."""
     match block.type, role:
-        case "thinking", "assistant":
+        case (("thinking" | "redacted_thinking"), "assistant"):
             return Message(role, reasoning_content=block.thinking)
         case "tool_use", "assistant":
             for name in ("id", "name"):
@@ -301,7 +302,7 @@ def _block(block: Block, role: str, place: str) -> Message:
         case "tool_result", "user":
             content = _texts(block.content or "", f"{place}.content")
             return Message("tool", content, tool_call_id=block.tool_use_id)
-        case (("thinking" | "tool_use"), _):
+        case (("thinking" | "redacted_thinking" | "tool_use"), _):
             raise limits.refusal(f"{place}.type", "belongs to the role assistant")
         case "tool_result", _:
             raise limits.refusal(f"{place}.type", "belongs to the role user")

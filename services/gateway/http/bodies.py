@@ -54,20 +54,31 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    """reasoning_tokens: of the thinking, with its last mark."""
+
+    reasoning_tokens: int
+
+
 class UsageBody(msgspec.Struct):
-    """A prompt counts once, however many answers it gets."""
+    """A prompt counts once, however many answers it gets. completion_tokens_details: where thinking
+    is told apart."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
     @classmethod
-    def of(cls, counts: TokenCounts) -> UsageBody:
+    def of(cls, counts: TokenCounts, num_thought_tokens: int | None = None) -> UsageBody:
         """Return the counts as OpenAI's clients read them."""
         total = counts.prompt_tokens + counts.completion_tokens
         cached = PromptTokensDetails(counts.cached_tokens)
-        return cls(counts.prompt_tokens, counts.completion_tokens, total, cached)
+        usage = cls(counts.prompt_tokens, counts.completion_tokens, total, cached)
+        if num_thought_tokens is not None:
+            usage.completion_tokens_details = CompletionTokensDetails(num_thought_tokens)
+        return usage
 
 
 class _Answer(msgspec.Struct, kw_only=True):

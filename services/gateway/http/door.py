@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -18,7 +19,13 @@ from services.gateway.front.answers import Choice
 from services.gateway.front.calls import Call
 from services.gateway.front.frontdoor import FrontDoor, Prompt, asked_by
 from services.gateway.http import bodies
-from services.gateway.http.answering import Wants, answered, asked_chat, head_of_answer
+from services.gateway.http.answering import (
+    AskedChat,
+    Wants,
+    answered,
+    asked_chat,
+    head_of_answer,
+)
 from services.gateway.http.anthropic_answers import (
     AnthropicError,
     InputTokens,
@@ -43,6 +50,7 @@ from services.gateway.http.openai_forms import (
 from services.gateway.http.openapi import openapi_document
 from services.gateway.http.page_files import page_routes
 from services.gateway.http.responses_answers import (
+    InputCount,
     ResponseBody,
     ResponseEvent,
     ResponsesFormat,
@@ -149,6 +157,11 @@ class HttpDoor:
                 *("POST", "/v1/responses", Policy.METERED, self.respond),
                 *(ResponseBody, _RESPONSES, ResponseEvent),
                 ends_with_done=False,
+                needs_workers=True,
+            ),
+            Route(
+                *("POST", "/v1/responses/input_tokens", Policy.METERED, self.count_input),
+                *(InputCount, _RESPONSES),
                 needs_workers=True,
             ),
             Route(
@@ -315,11 +328,11 @@ class HttpDoor:
         call.caller.asked = asked_by(request.headers)
         model = self._front.model(body.model)
         text = self._front.text
-        prompts = [await self._prompt(item, body) for item in body.prompts()]
+        prompts = await self._prompts(body)
         choices = self._front.choices(call.caller, model, prompts, form)
         echo: list[tuple[Sequence[int], str]] | None = None
         if body.echo:
-            echo = [await self._echo(choice, prompts[choice.prompt_idx]) for choice in choices]
+            echo = await self._echo(choices, prompts)
         options = body.stream_options or _NO_OPTIONS
         answer_format = CompletionFormat(
             head_of_answer(call, model, "cmpl-"),
@@ -335,9 +348,7 @@ class HttpDoor:
     async def respond(self, request: HttpRequest, call: Call) -> Response | None:
         """Answer a chat as OpenAI's newer API does, whole or as a stream of events."""
         body = await read_body(request, call, _RESPONSES)
-        chat, places = chat_of_input(body)
-        with places.told():
-            asked = await asked_chat(self._front, request, call, chat)
+        asked, chat = await self._asked_by_input(request, call, body)
         head = head_of_answer(call, asked.model, "resp_")
         answer_format = ResponsesFormat(
             head,
@@ -351,9 +362,7 @@ class HttpDoor:
     async def message(self, request: HttpRequest, call: Call) -> Response | None:
         """Answer a chat as Anthropic's API does, whole or as a stream of events."""
         body = await read_body(request, call, _MESSAGES)
-        chat, places = chat_of(body)
-        with places.told():
-            asked = await asked_chat(self._front, request, call, chat)
+        asked, chat = await self._asked_by_messages(request, call, body)
         head = head_of_answer(call, asked.model, "msg_")
         answer_format = MessagesFormat(head, self._front.text, asked.new_parser)
         wants = Wants(stream=bool(body.stream), usage=True, receipt=chat.wants_receipt)
@@ -362,25 +371,64 @@ class HttpDoor:
     async def count_tokens(self, request: HttpRequest, call: Call) -> Response:
         """Count the tokens of a body of /v1/messages."""
         body = await read_body(request, call, _COUNT_TOKENS)
-        chat, places = chat_of(body)
-        with places.told():
-            asked = await asked_chat(self._front, request, call, chat)
+        asked, _ = await self._asked_by_messages(request, call, body)
         num_tokens = len(asked.choices[0].request.token_ids)
         return json_response(InputTokens(num_tokens), headers=call.headers)
 
-    async def _echo(self, choice: Choice, prompt: Prompt) -> tuple[Sequence[int], str]:
-        ids = choice.request.token_ids
-        if prompt.text is not None and len(ids) == len(prompt.token_ids):
-            return ids, prompt.text
-        return ids, await self._front.text.decode(ids, skip_special=True)
+    async def count_input(self, request: HttpRequest, call: Call) -> Response:
+        """Count the tokens of the input of a body of /v1/responses."""
+        body = await read_body(request, call, _RESPONSES)
+        asked, _ = await self._asked_by_input(request, call, body)
+        num_tokens = len(asked.choices[0].request.token_ids)
+        return json_response(InputCount(input_tokens=num_tokens), headers=call.headers)
 
-    async def _prompt(self, item: str | list[int], body: CompletionBody) -> Prompt:
-        if isinstance(item, list):
-            return Prompt(token_ids=tuple(item))
-        ids = await self._front.text.encode(
-            item, add_special_tokens=body.add_special_tokens is not False
+    async def _asked_by_input(
+        self, request: HttpRequest, call: Call, body: ResponsesBody
+    ) -> tuple[AskedChat, ChatBody]:
+        # A conversation of thousands would hold the loop.
+        size = 0 if isinstance(body.input, str) else 4 * len(body.input)
+        chat, places = await self._front.text.offload(partial(chat_of_input, body), size)
+        with places.told():
+            return await asked_chat(self._front, request, call, chat), chat
+
+    async def _asked_by_messages(
+        self, request: HttpRequest, call: Call, body: CountTokensBody
+    ) -> tuple[AskedChat, ChatBody]:
+        chat, places = await self._front.text.offload(
+            partial(chat_of, body), 4 * len(body.messages)
         )
-        return Prompt(token_ids=tuple(ids), text=item)
+        with places.told():
+            return await asked_chat(self._front, request, call, chat), chat
+
+    async def _echo(
+        self, choices: Sequence[Choice], prompts: Sequence[Prompt]
+    ) -> list[tuple[Sequence[int], str]]:
+        """Return the prompt of each answer, as ids that may have been cut, and its text."""
+        shown = {choice.prompt_idx: choice.request.token_ids for choice in choices}
+        texts = {
+            idx: prompt.text
+            for idx, prompt in enumerate(prompts)
+            if prompt.text is not None and len(prompt.token_ids) == len(shown[idx])
+        }
+        others = [idx for idx in shown if idx not in texts]
+        decoded = await self._front.text.decode_all(
+            [shown[idx] for idx in others], skip_special=True
+        )
+        texts.update(zip(others, decoded, strict=True))
+        return [(choice.request.token_ids, texts[choice.prompt_idx]) for choice in choices]
+
+    async def _prompts(self, body: CompletionBody) -> list[Prompt]:
+        given = body.prompts()
+        texts = [item for item in given if isinstance(item, str)]
+        if not texts:
+            return [Prompt(token_ids=tuple(ids)) for ids in given if isinstance(ids, list)]
+        encoded = await self._front.text.encode_all(
+            texts, add_special_tokens=body.add_special_tokens is not False
+        )
+        return [
+            Prompt(token_ids=tuple(ids), text=text)
+            for ids, text in zip(encoded, texts, strict=True)
+        ]
 
     async def _answer(
         self,

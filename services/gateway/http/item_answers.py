@@ -15,7 +15,7 @@ import msgspec
 
 from services.gateway.front.answers import TextDelta, TokenCounts
 from services.gateway.http.openai_answers import AnswerHead
-from services.gateway.http.tool_answers import AnswerParser, new_call_id
+from services.gateway.http.tool_answers import AnswerParser, ThoughtTokens, new_call_id
 from services.gateway.text.text_model import TextModel
 from services.gateway.text.tool_calls import Said, TextParser, ThoughtParser
 from shared.errors import MeshError
@@ -59,7 +59,7 @@ class ItemFormat:
         self._text = text
         self._parser: AnswerParser = TextParser({}) if new_parser is None else new_parser()
         self._thinks = isinstance(self._parser, ThoughtParser)
-        self._token_ids: list[int] = []
+        self._thought = ThoughtTokens(text)
         self._blank = ""
         self._has_begun = False
         self.items: list[Item] = []
@@ -145,19 +145,12 @@ class ItemFormat:
     @property
     def num_thought_tokens(self) -> int:
         """Tokens of the thinking, with its last mark."""
-        if not any(item.kind == "thought" for item in self.items):
-            return 0
-        said = ""
-        for count, token_id in enumerate(self._token_ids, start=1):
-            said = said[-len(ThoughtParser.END) :] + self._text.piece(token_id).text
-            if ThoughtParser.END in said:
-                return count
-        return len(self._token_ids)
+        return self._thought.num if any(item.kind == "thought" for item in self.items) else 0
 
     def _taken(self, delta: TextDelta) -> list[NamedEvent]:
         """Take a delta and return what it changes."""
         if self._thinks:
-            self._token_ids += delta.token_ids
+            self._thought.take(delta.token_ids)
         events: list[NamedEvent] = []
         for said in self._parser.feed(delta.text):
             events += self._said(said)

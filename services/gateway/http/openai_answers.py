@@ -113,7 +113,7 @@ class AnswerFormat:
         plain = self._plain.get(choice)
         if plain is not None and not delta.finish_reason:
             return b"".join((plain[0], _encode(text), plain[1])) if text else b""
-        counts = None if usage is None else bodies.UsageBody.of(usage)
+        counts = None if usage is None else self._usage(usage)
         events = b""
         if choice not in self._begun:
             self._begun.add(choice)
@@ -133,7 +133,7 @@ class AnswerFormat:
         for, and [DONE]."""
         if usage is None and not receipts:
             return DONE
-        counts = UNSET if usage is None else bodies.UsageBody.of(usage)
+        counts = UNSET if usage is None else self._usage(usage)
         return self._data([], usage=counts, **_receipts(receipts)) + DONE
 
     def failed(self, error: MeshError) -> bytes:
@@ -170,7 +170,7 @@ class AnswerFormat:
             self.whole(
                 object=self.object_name,
                 choices=[self._whole_choice(*one) for one in enumerate(collected)],
-                usage=bodies.UsageBody.of(usage),
+                usage=self._usage(usage),
                 **self._named(),
                 **_receipts(receipts),
             )
@@ -187,6 +187,9 @@ class AnswerFormat:
         return {"id": self._head.id, "created": self._head.created, "model": self._head.model}
 
     # --- where the shapes differ ----------------------------------------------------------------
+
+    def _usage(self, counts: TokenCounts) -> bodies.UsageBody:
+        return bodies.UsageBody.of(counts)
 
     def _first(self, delta: TextDelta) -> Any | None:
         """What comes before an answer's first text."""

@@ -154,6 +154,13 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     receipt: Receipt | UnsetType = UNSET
 
 
+class InputCount(msgspec.Struct, kw_only=True):
+    """What /v1/responses/input_tokens tells."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
 # --- events ---------------------------------------------------------------------------------------
 
 

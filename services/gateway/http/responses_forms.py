@@ -125,12 +125,10 @@ class TextOptions(msgspec.Struct):
 
 
 class Reasoning(msgspec.Struct):
-    """effort: a variable of the template; none: do not think. The thinking itself is in the answer;
-    summaries are not made."""
+    """effort: a variable of the template; none: do not think. Of summaries nothing is read: the
+    thinking itself is in the answer."""
 
     effort: str | None = None
-    summary: Annotated[Any, fields.rule("Not served.", enum=[None])] = None
-    generate_summary: Annotated[Any, fields.rule("Not served.", enum=[None])] = None
 
 
 _ResponsesFields = with_unserved("_ResponsesFields", RESPONSES_UNSERVED, SamplingBody)
@@ -201,11 +199,6 @@ def _effort(body: ResponsesBody) -> str | float | None:
     asked: Reasoning | None = body.reasoning
     if asked is None:
         return body.reasoning_effort
-    for name in ("summary", "generate_summary"):
-        if getattr(asked, name) is not None:
-            raise unsupported(
-                f"reasoning.{name}", "the answer has the thinking itself, not a summary of it"
-            )
     return body.reasoning_effort if asked.effort is None else asked.effort
 
 

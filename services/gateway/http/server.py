@@ -217,7 +217,11 @@ class Routes:
     def _refused(self, request: HttpRequest, methods: dict[str, Route]) -> Response:
         """Where there is no such route, or none for the method, in our shape."""
         if not methods:
-            return error_response(self._no_route(request))
+            asks_anthropic = (
+                request.path.startswith("/v1/messages/") or "anthropic-version" in request.headers
+            )
+            shape = AnthropicError if asks_anthropic else ErrorBody
+            return error_response(self._no_route(request), error_body=shape.of)
         named = ", ".join(sorted(methods))
         error = InvalidRequest(f"this route takes {named}", code="method_not_allowed")
         shape = next(iter(methods.values())).error

@@ -122,6 +122,24 @@ def _tool_parser(use: ToolUse, front: FrontDoor) -> ToolParser:
             return parser
 
 
+class ThoughtTokens:
+    """How many of an answer's tokens are of its thinking, with the last mark, if it thinks."""
+
+    def __init__(self, text: TextModel) -> None:
+        self._text = text
+        self._said = ""
+        self.num = 0
+
+    def take(self, token_ids: Sequence[int]) -> None:
+        """Take the answer's next tokens."""
+        end = ThoughtParser.END
+        for token_id in token_ids:
+            if end in self._said:
+                return
+            self.num += 1
+            self._said = self._said[-len(end) :] + self._text.piece(token_id).text
+
+
 class ToolChatFormat(ChatFormat):
     """See the module. use: None = only thinking is told apart."""
 
@@ -136,13 +154,17 @@ class ToolChatFormat(ChatFormat):
         super().__init__(head, text, **options)
         self._use = use
         self._parsers = [new_parser() for _ in range(options["num_choices"])]
+        self._thinks = isinstance(self._parsers[0], ThoughtParser)
+        self._thoughts: dict[int, ThoughtTokens] = {}
+        self._have_thought: set[int] = set()
 
     def chunks(self, delta: TextDelta, usage: TokenCounts | None) -> bytes:
         choice, parser = delta.choice, self._parsers[delta.choice]
-        counts = None if usage is None else bodies.UsageBody.of(usage)
         said = parser.feed(delta.text)
         if delta.finish_reason:
             said += parser.finish()
+        self._note(choice, said, delta.token_ids)
+        counts = None if usage is None else self._usage(usage)
         deltas = [self._delta(choice, one) for one in said]
         events = b""
         if choice not in self._begun:
@@ -160,6 +182,17 @@ class ToolChatFormat(ChatFormat):
             end = bodies.ChatChunkChoice(choice, bodies.DeltaBody(), None, name, delta.stop_reason)
             events += self._event(end, counts)
         return events
+
+    def _note(self, choice: int, said: Sequence[Said], token_ids: Sequence[int]) -> None:
+        """Note what an answer thought; token_ids: those that are new."""
+        if self._thinks:
+            self._thoughts.setdefault(choice, ThoughtTokens(self._text)).take(token_ids)
+            if any(one.is_thought for one in said):
+                self._have_thought.add(choice)
+
+    def _usage(self, counts: TokenCounts) -> bodies.UsageBody:
+        num = sum(self._thoughts[choice].num for choice in self._have_thought)
+        return bodies.UsageBody.of(counts, num if self._thinks else None)
 
     def _delta(self, choice: int, said: Said) -> bodies.DeltaBody:
         if said.is_thought:
@@ -187,6 +220,7 @@ class ToolChatFormat(ChatFormat):
     def _whole_choice(self, index: int, answer: Collected) -> Any:
         parser = self._parsers[index]
         said = [*parser.feed("".join(answer.texts)), *parser.finish()]
+        self._note(index, said, answer.token_ids)
         thought = "".join(one.text for one in said if one.is_thought)
         text = "".join(one.text for one in said if one.call < 0 and not one.is_thought)
         calls = _whole_calls(said, lambda call: self._new_id(index, call))

@@ -129,7 +129,13 @@ class ChatTemplate:
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
         }
-        text = self._generated(names)
+        try:
+            text = self._generated(names)
+        except InvalidRequest as refused:
+            # DeepSeek's templates put arguments of earlier calls together as texts.
+            if not (isinstance(refused.__cause__, TypeError) and any(map(_calls_of, messages))):
+                raise
+            text = self._generated({**names, "messages": list(map(_with_texts, messages))})
         return self._open_ended(text) if continue_final_message else text
 
     def _open_ended(self, text: str) -> str:
@@ -168,6 +174,22 @@ class ChatTemplate:
                 param=self._param,
             ) from error
         return "".join(pieces)
+
+
+def _calls_of(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    return message.get("tool_calls") or ()
+
+
+def _with_texts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message whose calls have their arguments as JSON."""
+    if not (calls := _calls_of(message)):
+        return message
+    shown: list[dict[str, Any]] = []
+    for call in calls:
+        given = call["function"]["arguments"]
+        text = given if isinstance(given, str) else _to_json(given)
+        shown.append({**call, "function": {**call["function"], "arguments": text}})
+    return {**message, "tool_calls": shown}
 
 
 def _refuse(message: object) -> str:

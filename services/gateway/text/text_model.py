@@ -117,10 +117,19 @@ class TextModel:
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the ids of a text. Raises Overloaded: too many large texts wait already."""
 
-        def run() -> list[int]:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        (ids,) = await self.encode_all([text], add_special_tokens=add_special_tokens)
+        return ids
 
-        return await self.offload(run, len(text))
+    async def encode_all(
+        self, texts: Sequence[str], *, add_special_tokens: bool
+    ) -> list[list[int]]:
+        """Return the ids of each of some texts, likewise."""
+
+        def run() -> list[list[int]]:
+            encode = self._tokenizer.encode
+            return [encode(text, add_special_tokens=add_special_tokens).ids for text in texts]
+
+        return await self.offload(run, sum(map(len, texts)))
 
     async def render(
         self,
@@ -174,13 +183,21 @@ class TextModel:
                 found.append(spaced)
         return tuple(dict.fromkeys(word for word in found if word))
 
-    async def decode(self, token_ids: Sequence[int], *, skip_special: bool = False) -> str:
+    async def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of ids; ids that the tokenizer does not know give nothing."""
+        (text,) = await self.decode_all([token_ids], skip_special=False)
+        return text
 
-        def run() -> str:
-            return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special)
+    async def decode_all(
+        self, prompts: Sequence[Sequence[int]], *, skip_special: bool
+    ) -> list[str]:
+        """Return the text of each of some lists of ids, likewise."""
 
-        return await self.offload(run, len(token_ids))
+        def run() -> list[str]:
+            decode = self._tokenizer.decode
+            return [decode(list(ids), skip_special_tokens=skip_special) for ids in prompts]
+
+        return await self.offload(run, sum(map(len, prompts)))
 
     def new_answer(
         self,

@@ -140,6 +140,7 @@ async def test_messages_become_those_of_a_chat() -> None:
             "role": "assistant",
             "content": [
                 {"type": "thinking", "thinking": "hm", "signature": "x"},
+                {"type": "redacted_thinking", "data": "x"},
                 {"type": "text", "text": "I look."},
                 USE,
                 {**USE, "id": "t2", "input": {"city": "B"}},
@@ -289,7 +290,7 @@ SECOND = "messages[1].content[1]"
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": None}, "max_tokens"),
         (block({"type": "image", "source": {}}), f"{SECOND}.type"),
-        (block({"type": "redacted_thinking", "data": "x"}, "assistant"), f"{SECOND}.type"),
+        (block({"type": "redacted_thinking", "data": "x"}), f"{SECOND}.type"),
         (block({"type": "text"}), SECOND),
         (block({"type": "thinking", "thinking": "x"}), f"{SECOND}.type"),
         (block({"type": "tool_use"}), f"{SECOND}.type"),

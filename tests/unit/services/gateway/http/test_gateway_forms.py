@@ -53,7 +53,9 @@ def test_the_four_forms_of_a_prompt(prompt: Any, parsed: list[Any]) -> None:
     assert completion(prompt=prompt).prompts() == parsed
 
 
-@pytest.mark.parametrize("prompt", [[], ["a", 1], [1, [2]], ["a"] * 9, [[1]] * 9, [1, "a", [2]]])
+@pytest.mark.parametrize(
+    "prompt", [[], ["a", 1], [1, [2]], ["a"] * 513, [[1]] * 513, [1, "a", [2]]]
+)
 def test_mixed_empty_and_long_prompt_lists_are_refused(prompt: Any) -> None:
     """No form is guessed."""
     with pytest.raises(InvalidRequest) as caught:
@@ -104,7 +106,7 @@ def test_a_message_that_is_not_text_is_named(message: Any, param: str, words: st
 
 def test_messages_are_bounded() -> None:
     """Neither none nor more than the limit."""
-    for messages in ([], [Message(role="user", content="x")] * 1025):
+    for messages in ([], [Message(role="user", content="x")] * 8193):
         with pytest.raises(InvalidRequest, match="messages"):
             messages_for_template(messages)
 

@@ -36,6 +36,7 @@ ROUTES = {
     ("POST", "/v1/chat/completions"): Policy.METERED,
     ("POST", "/v1/completions"): Policy.METERED,
     ("POST", "/v1/responses"): Policy.METERED,
+    ("POST", "/v1/responses/input_tokens"): Policy.METERED,
     ("POST", "/v1/messages"): Policy.METERED,
     ("POST", "/v1/messages/count_tokens"): Policy.METERED,
     ("POST", "/tokenize"): Policy.METERED,

@@ -132,6 +132,10 @@ async def test_unknown_routes_and_methods_have_the_same_shape() -> None:
             status, _, body = await client.ask("GET", path)
             assert (status, body["error"]["code"]) == (404, "route_not_found")
             assert words in body["error"]["message"]
+            assert body.get("type") == ("error" if path.startswith("/v1/messages/") else None)
+        anthropic = {"anthropic-version": "2023-06-01"}
+        _, _, body = await client.ask("GET", "/v1/files", headers=anthropic)
+        assert (body["type"], body["error"]["type"]) == ("error", "not_found_error")
         status, headers, body = await client.ask("GET", "/v1/completions")
         assert (status, body["error"]["code"]) == (405, "method_not_allowed")
         assert headers["Allow"] == "POST"

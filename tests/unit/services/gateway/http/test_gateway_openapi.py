@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from services.gateway import limits
 from services.gateway.front.auth import KeyRing, hash_key
 from services.gateway.http import anthropic_answers, bodies, door
 from services.gateway.http.door import HttpDoor
@@ -128,6 +129,7 @@ def test_every_field_that_is_parsed_is_described_and_no_other() -> None:
         CHAT: door._CHAT,
         COMPLETIONS: door._COMPLETION,
         RESPONSES: door._RESPONSES,
+        f"{RESPONSES}/input_tokens": door._RESPONSES,
         MESSAGES: door._MESSAGES,
         f"{MESSAGES}/count_tokens": door._COUNT_TOKENS,
         "/tokenize": door._TOKENIZE,
@@ -244,8 +246,10 @@ async def test_bounds_are_those_that_the_gateway_enforces(struct: str, path: str
 
 async def test_the_forms_of_a_prompt() -> None:
     """Each of the four is accepted; an empty or too long list of any is not."""
-    right = ["a", ["a"] * 8, [5], [[5]] * 8, [MODEL.vocab_size - 1]]
-    wrong = ["", [], [""], [[]], ["a"] * 9, [[5]] * 9, [MODEL.vocab_size], [-1], ["a", 5]]
+    most = limits.MAX_PROMPTS
+    right = ["a", ["a"] * most, [5], [[5]] * most, [MODEL.vocab_size - 1]]
+    wrong = ["", [], [""], [[]], ["a"] * (most + 1), [[5]] * (most + 1), [MODEL.vocab_size], [-1]]
+    wrong.append(["a", 5])
     async with gateway(ScriptedMesh(saying("abc"))) as client:
         for prompts, due in ((right, 200), (wrong, 400)):
             for prompt in prompts:

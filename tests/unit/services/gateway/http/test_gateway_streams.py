@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import socket
+import threading
 from collections.abc import AsyncGenerator
 from typing import Any
 
 import aiohttp
 import pytest
 
+from services.gateway.front.answers import AT_ONCE
 from services.gateway.http.connection import Connection
+from services.gateway.http.openai_answers import CompletionFormat
 from services.gateway.mesh import Tokens
 from tests.support.answer_tokens import answer_tokens
 from tests.support.http_client import gateway, parse_events, post_bytes, raw_connection
@@ -118,3 +121,50 @@ async def test_running_streams_finish_when_the_listener_closes() -> None:
     events = parse_events(await response.read())
     assert events[-1] == "[DONE]"
     assert events[-2]["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_a_batch_runs_some_answers_at_a_time() -> None:
+    """The others wait for their turn, and all come, whichever prompt each continues."""
+    gate = asyncio.Semaphore(0)
+    mesh = ScriptedMesh(saying("the", gate=gate))
+    num = AT_ONCE + 40
+    async with gateway(mesh) as client, asyncio.TaskGroup() as tasks:
+        body = {"prompt": [[5 + idx % 200] for idx in range(num)], "echo": True}
+        asked = tasks.create_task(client.ask("POST", "/v1/completions", json=body))
+        await mesh.wait_running(AT_ONCE)
+        assert len(mesh.requests) == AT_ONCE
+        for _ in range(num):
+            gate.release()
+        status, _, answer = await asked
+        assert status == 200
+        assert len(answer["choices"]) == len(mesh.requests) == num
+        body = {"prompt": [[5]] * 300, "n": 2}
+        status, _, answer = await client.ask("POST", "/v1/completions", json=body)
+        assert (status, answer["error"]["param"]) == (400, "n")
+
+
+@pytest.mark.parametrize("prompts", [1, 2])
+async def test_a_prompts_logprobs_are_written_beside_the_loop(
+    monkeypatch: pytest.MonkeyPatch, prompts: int
+) -> None:
+    """Thousands of them would hold up all other streams; what comes is the same."""
+    wrote: set[str] = set()
+    first = CompletionFormat._first  # pyright: ignore[reportPrivateUsage]
+
+    def noted(self: Any, delta: Any) -> Any:
+        wrote.add(threading.current_thread().name)
+        return first(self, delta)
+
+    monkeypatch.setattr(CompletionFormat, "_first", noted)
+    asked = {"echo": True, "logprobs": 1, "seed": 1, "max_tokens": 4}
+    body = {"prompt": ["the and the"] * prompts, **asked}
+    told: list[Any] = []
+    async with gateway(ScriptedMesh(saying("the and", per_batch=1))) as client:
+        for most, on_loop in ((2048, True), (3, False)):
+            monkeypatch.setattr("services.gateway.http.answering.MAX_LOGPROBS_ON_LOOP", most)
+            wrote.clear()
+            events = await client.events("/v1/completions", body)
+            assert wrote
+            assert (threading.main_thread().name in wrote) == on_loop
+            told.append(sorted(str(event["choices"]) for event in events[:-1]))
+    assert told[0] == told[1]

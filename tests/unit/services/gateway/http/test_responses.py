@@ -221,7 +221,6 @@ ASK: dict[str, Any] = {"role": "user", "content": "a"}
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
-        ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tools": [FLAT[0], FLAT[0]]}, "tools[1].name"),
@@ -258,7 +257,10 @@ async def test_fields_of_a_chat_are_served_here_too() -> None:
         assert said(body) == [("message", "hello ")]
         assert body["receipt"]["ttft_s"] == 0.5
         assert body["temperature"] == 0.5
-        for fields in ({"reasoning": {"effort": "none"}}, {"include": [ENCRYPTED]}):
+        for fields in (
+            {"reasoning": {"effort": "none", "summary": "auto"}},
+            {"include": [ENCRYPTED]},
+        ):
             assert (await Asker(here).ask(**fields))[0] == 200
         *_, last = await Asker(here).stream(stream_options={"include_receipt": True})
         assert last["response"]["receipt"]["is_over"]
@@ -276,3 +278,16 @@ async def test_a_client_that_leaves_cancels_its_response() -> None:
             await here.mesh.wait_running(1)
             response.close()
         await here.mesh.wait_running(0)
+
+
+async def test_input_is_counted_without_an_answer() -> None:
+    """As many tokens as the answer's usage tells."""
+    async with gateway("x") as here:
+        asker = Asker(here)
+        asked: dict[str, Any] = {"instructions": "a b c", "tools": FLAT}
+        _, body = await asker.ask(**asked)
+        asker.url += "/input_tokens"
+        status, counted = await asker.ask(**asked)
+        due = {"object": "response.input_tokens", "input_tokens": body["usage"]["input_tokens"]}
+        assert (status, counted) == (200, due)
+        assert len(here.mesh.requests) == 1

@@ -519,7 +519,11 @@ async def test_thinking_is_told_apart() -> None:
         _, body = await here.ask()
         message = body["choices"][0]["message"]
         assert (message["reasoning_content"], message["content"]) == ("because", "so")
-        deltas = [chunk["choices"][0]["delta"] for chunk in await here.stream()]
+        thought = body["usage"]["completion_tokens_details"]["reasoning_tokens"]
+        assert 0 < thought < body["usage"]["completion_tokens"]
+        told = await here.stream(stream_options={"include_usage": True})
+        assert told.pop()["usage"] == body["usage"]
+        deltas = [chunk["choices"][0]["delta"] for chunk in told]
         assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "because"
         assert "".join(delta.get("content", "") for delta in deltas) == "so"
         _, body = await here.ask(separate_reasoning=False)
@@ -535,3 +539,6 @@ async def test_thinking_is_told_apart() -> None:
     async with gateway("<think>a</think>b", reasoning_parser="think") as here:
         _, body = await here.ask(n=2)
         assert [one["message"]["content"] for one in body["choices"]] == ["b", "b"]
+        thought = body["usage"]["completion_tokens_details"]["reasoning_tokens"]
+        _, body = await here.ask()
+        assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] == thought / 2

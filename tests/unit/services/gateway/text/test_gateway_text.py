@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -560,11 +561,43 @@ async def test_a_model_without_a_template_refuses_chat() -> None:
     model.close()
 
 
+def test_a_template_that_puts_arguments_together_as_text() -> None:
+    """It gets them as JSON, as DeepSeek's want them; a fault of another kind is a refusal."""
+    source = "{% for m in messages %}{% for c in m.tool_calls %}{{ 'f:' + c.function.arguments }}"
+    template = ChatTemplate(source + "{% endfor %}{% endfor %}", SpecialTokens())
+    calls = [
+        {"function": {"name": "f", "arguments": arguments}} for arguments in ({"a": "é"}, "no {")
+    ]
+    said = {"role": "assistant", "content": "", "tool_calls": calls}
+    assert template.render([said]) == 'f:{"a": "é"}f:no {'
+    with pytest.raises(InvalidRequest, match="cannot render"):
+        ChatTemplate("{{ 1 + 'a' }}", SpecialTokens()).render([said])
+
+
+async def test_many_small_texts_leave_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Together they take as long as a large one."""
+    model = tiny_text_model()
+    sizes: list[int] = []
+    offload = model.offload
+
+    async def noted(run: Any, size: int) -> Any:
+        sizes.append(size)
+        return await offload(run, size)
+
+    monkeypatch.setattr(model, "offload", noted)
+    texts = ["the and"] * 1000
+    encoded = await model.encode_all(texts, add_special_tokens=False)
+    assert encoded == [await model.encode("the and", add_special_tokens=False)] * 1000
+    assert await model.decode_all(encoded, skip_special=True) == texts
+    assert max(sizes) == sum(map(len, texts)) > INLINE_CHARS
+    model.close()
+
+
 async def test_the_demo_model_loads_and_renders() -> None:
     """The bundled folder has a tokenizer and a template that fit together."""
     model = TextModel.load(ModelFolder(DEMO_FOLDER))
     prompt = await model.render([{"role": "user", "content": "Tell me a story."}])
     ids = await model.encode(prompt, add_special_tokens=False)
     assert await model.decode(ids) == prompt
-    assert await model.decode(ids, skip_special=True) != prompt
+    assert await model.decode_all([ids], skip_special=True) != [prompt]
     model.close()
