@@ -204,6 +204,24 @@ async def test_three_gateways_in_a_ring_leave_one_worker() -> None:
         assert (await mesh.ask(a_prompt(40), 8)).token_ids == expected(a_prompt(40), 8)
 
 
+@virtual_time
+async def test_an_order_that_was_lost_with_a_stream_is_told_again() -> None:
+    """The worker joins anew before the gateway gives up waiting for its word."""
+    async with whole_mesh(**EITHER, num_prefill=2) as mesh:
+        moving, gateway = mesh.prefills[0], mesh.gateways[0]
+        fabric = mesh.network.fabric
+        fabric.hold(gateway.host, moving.host)
+        async with asyncio.TaskGroup() as tasks:
+            ordered = tasks.create_task(move(mesh, moving, "token"))
+            await asyncio.sleep(0.1)
+            for transport in fabric.dialled(moving.host, gateway.host):
+                transport._send = lambda _: None  # type: ignore[method-assign]
+            moving.worker._life.rejoin(gateway.gateway.incarnation)
+            await asyncio.sleep(0.1)
+            fabric.release(gateway.host, moving.host)
+        assert ordered.result()["home"] == "token"
+
+
 async def _home_or_error(order: Any) -> str:
     try:
         return (await order)["home"]

@@ -192,6 +192,11 @@ class MemoryFabric:
         for source, target in list(self._held):
             self.release(source, target)
 
+    def dialled(self, host: str, listener: str) -> list[MemoryTransport]:
+        """Return a host's ends of its connections to another one's doors."""
+        ends = [it for it in self._transports if it.ours.host == host]
+        return [it for it in ends if it.theirs.host == listener and it.theirs in self._listeners]
+
     def kill(self, host: str) -> None:
         """Break every connection of a host and forget its listeners, as if its process got SIGKILL.
 

@@ -90,7 +90,7 @@ class Membership:
         self._session_tasks: dict[WorkerSession, asyncio.Task[None]] = {}
         self.usability = News()
         self.directives = News()
-        self._homes: dict[Incarnation, Home] = {}  # ordered, not told yet
+        self._homes: dict[Incarnation, Home] = {}  # ordered, not confirmed yet
         self._pairs: dict[Incarnation, list[Worker]] = {}  # wanted, not told yet
         self._standing: tuple[Worker, ...] = ()
         self._moving = asyncio.Lock()
@@ -178,7 +178,6 @@ class Membership:
         self.expectations.left(incarnation)
         if self.prefixes is not None:
             self.prefixes.left(worker)
-        self._homes.pop(incarnation, None)
         self._pairs.pop(incarnation, None)
         sessions = [self._sessions.pop((incarnation, role)) for role in worker.serves]
         for session in sessions:
@@ -242,10 +241,12 @@ class Membership:
                 f"worker {incarnation:016x} did not confirm within {CONFIRM_S:g} s: it may still "
                 "move; look at `pdmesh top`"
             ) from None
+        finally:
+            del self._homes[incarnation]
 
-    def take_home(self, incarnation: Incarnation) -> Home | None:
-        """Return a home that this worker has not been told yet; None if there is none."""
-        return self._homes.pop(incarnation, None)
+    def ordered_home(self, incarnation: Incarnation) -> Home | None:
+        """Return a home that this worker has not confirmed yet; None if there is none."""
+        return self._homes.get(incarnation)
 
     def take_pairs(self, incarnation: Incarnation) -> list[Worker]:
         """Return with whom this worker is to pair up, and has not been told yet."""

@@ -17,6 +17,7 @@ from services.gateway.workers.membership import Membership
 from shared import wire
 from shared.address import is_host
 from shared.errors import IncompatiblePeer, Overloaded, RemoteProtocolError, ShuttingDown
+from shared.home import Home
 from shared.ids import Incarnation
 from shared.messages import codec
 from shared.messages.kv_codec import kv_from_wire
@@ -101,12 +102,20 @@ class Registry:
         """Tell a worker its standing partners, one more that is needed, and where to move, at each
         change, until this gateway stops."""
         told: tuple[Worker, ...] = ()
+        told_home: Home | None = None
         while not self._closing.is_set():
             changed = self._members.directives.next
             peers = self._members.table.standing_partners(worker)
             if peers is not told:
                 told = peers
                 await stream.send(self._list(peers))
+            # Told again on the next stream, for this one may end before it has arrived.
+            home = self._members.ordered_home(worker.incarnation)
+            if home is not None and home is not told_home:
+                told_home = home
+                role = codec.role_to_wire(home.role)
+                order = wire.SetHome(role=role, epoch=home.epoch, order=home.order)
+                await stream.send(wire.GatewayDirective(home=order))
             for directive in [*self._directives(worker)]:  # at once, whatever a send waits for
                 await stream.send(directive)
             await changed.wait()
@@ -122,11 +131,6 @@ class Registry:
         prefixes = self._members.prefixes
         if prefixes is not None and (ask := prefixes.take_ask(worker.incarnation)) is not None:
             yield wire.GatewayDirective(kv=wire.AskKv(**ask._asdict()))
-        home = self._members.take_home(worker.incarnation)
-        if home is not None:
-            role = codec.role_to_wire(home.role)
-            order = wire.SetHome(role=role, epoch=home.epoch, order=home.order)
-            yield wire.GatewayDirective(home=order)
 
     def _list(self, peers: tuple[Worker, ...]) -> wire.GatewayDirective:
         """It is one message for all who get it, until it changes."""
