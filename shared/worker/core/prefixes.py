@@ -84,6 +84,11 @@ class PrefixFetch(Generic[PromptT]):
                 return num_tokens
         return 0
 
+    def is_from_elsewhere(self, prompt: PromptT) -> bool:
+        """Whether this prompt's gateway named another source."""
+        prefix = prompt.order.prefix
+        return prefix is not None and prefix.worker != self.source
+
 
 class ComingPrefixes(Generic[PromptT]):
     """All prefixes on their way here.
@@ -157,11 +162,16 @@ class ComingPrefixes(Generic[PromptT]):
         if fetch not in self._fetches:
             return False
         self._fetches.remove(fetch)
-        fetched = Fetched(num_tokens, now - fetch.began_at, num_bytes)
+        seconds = now - fetch.began_at
+        # It was sent once, for the first of them. A gateway that named another source would take it
+        # for a transfer from there: whoever ordered it may have left.
+        first = min(fetch.prompts, key=fetch.is_from_elsewhere, default=None)
         for prompt in fetch.prompts:
-            # It was sent once, for the first of them.
-            prompt.fetched = fetched
-            fetched = Fetched(0, fetched.seconds, 0)
+            is_sent = prompt is first
+            is_its_own = is_sent and not fetch.is_from_elsewhere(prompt)
+            prompt.fetched = Fetched(
+                num_tokens if is_sent else 0, seconds, num_bytes if is_its_own else 0
+            )
             assert prompt.sequence is not None
             self._scheduler.prefix_ended(prompt.sequence)
         return True
