@@ -15,10 +15,13 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from services.gateway.core.worker import Role
+from services.gateway.workers.peers import WorkerSession
 from shared.address import Address
 from shared.config import GatewayConfig
 from shared.errors import InvalidRequest, NotOfThisMesh, WorkerLost
 from shared.ids import Incarnation
+from shared.liveness import LivenessRule
 from shared.membership import mesh_network
 from shared.membership.mesh_tls import ServiceNetwork
 from shared.mesh_secret import MeshSecret
@@ -27,8 +30,10 @@ from shared.rpc.methods import DECODE_SESSION
 from shared.rpc.network import Network
 from shared.rpc.stream import open_stream
 from shared.rpc.tls import MeshTls, TlsFiles
+from tests.protocol.test_gateway_session import Host
 from tests.support.certificates import LAST_YEAR, Authority
 from tests.support.echo_service import EchoService, reserve
+from tests.unit.services.gateway.core.test_gateway_routing import a_worker as a_worker_of
 
 
 @pytest.fixture
@@ -217,3 +222,52 @@ async def test_a_connection_without_a_proof_is_closed(monkeypatch: pytest.Monkey
         writer.close()
         await known.send(reserve(1))
         assert await known.receive() is not None
+
+
+async def test_a_worker_that_fell_silent_is_dialled_again_at_once(authority: Authority) -> None:
+    """Over TLS a connection's end waits for the other end's word, which does not come."""
+    worker, gateway = (tls_of(authority.sign(it), authority.path) for it in ("worker", "gateway"))
+    host, here = Host(LivenessRule(dead_after_s=30.0)), Address("127.0.0.1", 0)
+    links: list[asyncio.StreamWriter] = []
+    silent: set[asyncio.StreamWriter] = set()
+
+    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                if writer not in silent:
+                    writer.write(data)
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        to = server.address
+        there_reader, there_writer = await asyncio.open_connection(to.host, to.port)
+        links.extend((writer, there_writer))
+        async with asyncio.TaskGroup() as both:
+            both.create_task(pass_on(reader, there_writer))
+            both.create_task(pass_on(there_reader, writer))
+
+    async with (
+        asyncio.timeout(20),
+        service("decode", worker).serve(here, [host.servicer]) as server,
+        await asyncio.start_server(relay, "127.0.0.1", 0) as between,
+        asyncio.TaskGroup() as tasks,
+    ):
+        port = between.sockets[0].getsockname()[1]
+        peer = a_worker_of(Role.DECODE, int(host.incarnation), host="127.0.0.1", port=port)
+        session = WorkerSession(
+            peer, Role.DECODE, service("gateway", gateway), Incarnation(7), lambda: None
+        )
+        running = tasks.create_task(session.run())
+        while not host.sessions:
+            await asyncio.sleep(0.01)
+        silent.update(links)
+        began_at = asyncio.get_running_loop().time()
+        while len(host.sessions) < 2:
+            await asyncio.sleep(0.01)
+        took_s = asyncio.get_running_loop().time() - began_at
+        running.cancel()
+        await asyncio.wait([running])
+        for link in links:
+            link.transport.abort()
+            with contextlib.suppress(ConnectionError):
+                await link.wait_closed()
+    assert took_s < 5

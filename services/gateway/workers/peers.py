@@ -180,22 +180,25 @@ class WorkerSession:
             self._network.channel(self._address) as channel,
             open_stream(channel, method) as stream,
         ):
-            await stream.send(command(hello=self._hello))
-            await self._shake_hands(stream)
-            control = self._control = HeartbeatStream(
-                stream,
-                heartbeat=command(heartbeat=wire.Heartbeat()),
-                peer=f"{self._role.value} worker",
-                on_suspect=self._suspect,
-            )
-            self.worker.sessions.add(self._role)
-            self._num_failures = 0
-            self._suspect(False)
-            error = await control.run(
-                self._on_prefill_event if is_prefill else self._on_decode_event
-            )
-            self._last_silence_s = control.silence_s
-            self._lose(error)  # before the connection is closed, which may take a while
+            try:
+                await stream.send(command(hello=self._hello))
+                await self._shake_hands(stream)
+                control = self._control = HeartbeatStream(
+                    stream,
+                    heartbeat=command(heartbeat=wire.Heartbeat()),
+                    peer=f"{self._role.value} worker",
+                    on_suspect=self._suspect,
+                )
+                self.worker.sessions.add(self._role)
+                self._num_failures = 0
+                self._suspect(False)
+                error = await control.run(
+                    self._on_prefill_event if is_prefill else self._on_decode_event
+                )
+                self._last_silence_s = control.silence_s
+                self._lose(error)
+            finally:
+                stream.drop()
 
     def _suspect(self, is_suspect: bool) -> None:
         if is_suspect:
