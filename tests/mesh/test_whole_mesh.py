@@ -17,6 +17,7 @@ import pytest
 import structlog
 
 from services.gateway.core.lifecycle import Lifecycle
+from services.gateway.workers import peers
 from services.gateway.workers.session import RequestShell
 from shared import log, wire
 from shared.config import MESH_PORT
@@ -589,6 +590,19 @@ async def test_a_session_that_falls_silent_after_another_took_its_place_costs_no
         answer = await mesh.ask(a_prompt(40), 250)
         assert answer.token_ids == expected(a_prompt(40), 250)
         assert answer.receipt["attempts"] == 1
+
+
+@virtual_time
+async def test_a_session_that_has_numbered_all_orders_begins_anew() -> None:
+    """Its answers go on, and the next ones have small numbers again."""
+    async with whole_mesh(timing=SLOW) as mesh:
+        for session in mesh.gateways[0].members.sessions:
+            session._next_stream_id = peers.MAX_STREAM_ID - 1
+        async with asyncio.TaskGroup() as tasks:
+            asked = [tasks.create_task(mesh.ask(a_prompt(40, seed=it), 30)) for it in range(4)]
+        for number, task in enumerate(asked):
+            assert task.result().token_ids == expected(a_prompt(40, seed=number), 30)
+        assert all(it._next_stream_id < 20 for it in mesh.gateways[0].members.sessions)
 
 
 @virtual_time

@@ -35,6 +35,9 @@ _log = structlog.get_logger(__name__)
 _REASONS = tuple(FinishReason)
 """By their numbers: a column's are checked."""
 
+MAX_STREAM_ID = (1 << 32) - 1
+"""Of a session: 50 days at a thousand orders a second to one worker."""
+
 _REDIAL_S = (0.05, 0.2, 0.5, 1.0)
 
 
@@ -91,6 +94,8 @@ class WorkerSession:
         """
         order.stream_id = stream_id = StreamId(self._next_stream_id)
         self._next_stream_id += 1
+        if stream_id == MAX_STREAM_ID:
+            self._begin_anew()
         self._legs[stream_id] = leg
         self.worker.ordered(
             self._role,
@@ -125,6 +130,12 @@ class WorkerSession:
     def _post(self, command: Any) -> None:
         if self._control is not None:
             self._control.send(command)
+
+    def _begin_anew(self) -> None:
+        """Its ids are used up: what is on this session goes on over the next one, or elsewhere."""
+        self._next_stream_id = 1
+        if self._control is not None:
+            self._control.close(WorkerLost("the session has had all orders that it can number"))
 
     # --- the stream -----------------------------------------------------------------------------
 

@@ -769,7 +769,7 @@ class StepFit(betterproto2.Message):
     constant_s: "float" = betterproto2.field(1, betterproto2.TYPE_DOUBLE)
     token_s: "float" = betterproto2.field(2, betterproto2.TYPE_DOUBLE)
     attended_s: "float" = betterproto2.field(3, betterproto2.TYPE_DOUBLE)
-    num_steps: "int" = betterproto2.field(4, betterproto2.TYPE_UINT32)
+    num_steps: "int" = betterproto2.field(4, betterproto2.TYPE_UINT64)
     error_p50: "float" = betterproto2.field(5, betterproto2.TYPE_DOUBLE)
     error_p90: "float" = betterproto2.field(6, betterproto2.TYPE_DOUBLE)
 

@@ -22,6 +22,7 @@ from shared.errors import MeshError, RemoteProtocolError, WorkerLost
 from shared.ids import Incarnation, StreamId
 from shared.messages import codec
 from shared.messages.columns import pack_u64
+from shared.messages.message_codec import MessageCodec
 from shared.messages.status_codec import StatusReader
 from shared.rpc.methods import PREFILL_SESSION
 from shared.rpc.stream import open_stream
@@ -220,3 +221,10 @@ async def test_a_worker_with_an_impossible_host_does_not_join(host: str) -> None
         ):
             await stream.send(wire.PrefillCommand())
     assert isinstance(caught.value, WorkerLost)
+
+
+def test_a_worker_may_have_learned_from_more_steps_than_a_u32_counts() -> None:
+    """At 0.4 ms a step it takes twenty days."""
+    codec = MessageCodec()
+    fit = wire.StepFit(token_s=1.0, num_steps=1 << 32)
+    assert codec.decode(codec.encode(fit, wire.StepFit), wire.StepFit) == fit
