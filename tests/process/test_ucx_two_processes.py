@@ -8,6 +8,7 @@ import signal
 import socket
 import struct
 import subprocess
+import threading
 from collections.abc import AsyncIterator
 
 import pytest
@@ -285,6 +286,41 @@ async def test_a_host_that_answers_no_connection_holds_up_nobody() -> None:
             await left.ask("connect", address=await right.ask("address"))
             await push(left, right, 2, RENDEZVOUS)
         await leave(left, right)
+
+
+def _reset_all(listener: socket.socket) -> None:
+    """Reset each connection as soon as it is there, until the listener is shut down."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    with contextlib.suppress(OSError):
+        while True:
+            listener.accept()[0].close()
+
+
+async def test_a_host_that_resets_each_connection_ends_nobody() -> None:
+    """Often before the first message has left: UCX, where it waits in connect(), ends the process
+    then."""
+    async with a_peer(UCX_TLS="tcp", UCX_TCP_MAX_CONN_RETRIES="1") as left:
+        await left.ask("open")
+        async with a_peer(UCX_TLS="tcp") as gone:
+            address, ports = await gone.ask("open"), await gone.ask("tcp_ports")
+            gone.signal(signal.SIGKILL)
+            await gone.ended()
+        listeners = [socket.create_server(("", port)) for port in ports]
+        resetters = [threading.Thread(target=_reset_all, args=(it,)) for it in listeners]
+        for resetter in resetters:
+            resetter.start()
+        try:
+            for tag in range(20):
+                if await left.ask("try_connect", address=address):
+                    await left.ask("send", tag=tag, num_bytes=8)
+                    assert (await left.ask("settle", tag=tag))[0] == "failed"
+                    await left.ask("close_endpoint")
+        finally:
+            for listener, resetter in zip(listeners, resetters, strict=True):
+                listener.shutdown(socket.SHUT_RDWR)
+                resetter.join()
+                listener.close()
+        await leave(left)
 
 
 async def test_processes_without_a_common_lane_cannot_connect() -> None:
