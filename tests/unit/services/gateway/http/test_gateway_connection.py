@@ -33,13 +33,16 @@ def with_length(body: bytes = BODY, more: bytes = b"") -> bytes:
     return POST + more + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
 
-async def asked(data: bytes, mesh: ScriptedMesh | None = None) -> bytes:
-    """Send bytes to a gateway; returns all that it sends until it closes the connection."""
+async def asked(data: bytes, mesh: ScriptedMesh | None = None, *, ends: bool = False) -> bytes:
+    """Send bytes to a gateway; returns all that it sends until it closes the connection. ends: and
+    then the end of this side."""
     async with (
         http_gateway(mesh or ScriptedMesh(saying("the"))) as url,
         raw_connection(url) as (reader, writer),
     ):
         writer.write(data)
+        if ends:
+            writer.write_eof()
         async with asyncio.timeout(10):
             return await reader.read()
 
@@ -371,3 +374,13 @@ async def test_a_request_that_runs_when_the_listener_closes_is_its_connections_l
     ((status, _, body),) = split(await reader.read())
     assert (status, body) == (200, b"whole")
     writer.close()
+
+
+async def test_a_client_that_ends_its_side_after_the_request_has_left() -> None:
+    """So one that is gone looks, too, and nobody computes for it; what needs no worker is
+    answered."""
+    assert split(await asked(HEALTH, ends=True))[0][0] == 200
+    mesh = ScriptedMesh(saying("the", gate=asyncio.Semaphore(0)))
+    assert await asked(with_length(), mesh, ends=True) == b""
+    await mesh.wait_running(0)
+    assert len(mesh.requests) == 1
