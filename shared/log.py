@@ -3,40 +3,26 @@
 Only fields on the allow-list leave the process, so that no prompt, output, key or header can slip
 into a log by a careless call; control characters are escaped, so that a client cannot forge lines.
 Use ``structlog.get_logger(__name__)`` everywhere; this module only sets it up. The one exception is
-``log_often``, for the line that every request writes.
+``log_often``, for the line that every request writes. No line waits for who reads the log.
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import logging
 import sys
-import threading
-import time
-from collections import deque
 from collections.abc import Mapping, MutableMapping
 from datetime import UTC, datetime
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 import orjson
 import structlog
+
+from shared.unblocked import UnblockedText
 
 Event = MutableMapping[str, Any]
 
 MAX_TEXT = 2000
 """Longest text of one field; tracebacks are cut from the front, their end says more."""
-
-GATHER_S = 0.05
-"""How long lines of ``log_often`` wait for each other; a write each would cost more than its
-line."""
-
-MAX_GATHERED = 10_000
-"""Lines of ``log_often`` that wait where nobody reads the log; more are lost, and counted."""
-
-MAX_WRITE = 4096
-"""Characters that are written at once (PIPE_BUF), in whole lines: processes that share a pipe do
-not mix theirs."""
 
 _RECORD_FIELDS = frozenset({"event", "level", "timestamp", "logger", "exception", "stack"})
 
@@ -76,7 +62,7 @@ ALLOWED_FIELDS = frozenset({
 
 _is_debugging = False
 _is_informing = True
-_gathered: _GatheredLines | None = None
+_often: _OftenLines | None = None
 
 
 def is_debugging() -> bool:
@@ -127,21 +113,15 @@ def _dump(value: Any, **_options: Any) -> str:
     return orjson.dumps(value, default=str).decode()
 
 
-class _GatheredLines:
-    """JSON lines that leave together, written by a thread: a log that nobody reads must not hold
-    the loop. processors: the chain of structlog whose work is done here."""
+class _OftenLines:
+    """Renders the JSON of ``log_often``. processors: the chain of structlog whose work is done
+    here."""
 
-    def __init__(self, service: str, out: TextIO, processors: list[Any]) -> None:
+    def __init__(self, service: str, out: UnblockedText, processors: list[Any]) -> None:
         self._service = service
         self._out = out
         self._processors = processors
         self._renderer = processors[-1]
-        self._lines: deque[str] = deque()
-        self._has_lines = threading.Event()
-        self._writing = threading.Lock()
-        self._num_lost = 0
-        self._num_told_lost = 0
-        self._thread: threading.Thread | None = None
 
     @property
     def is_current(self) -> bool:
@@ -156,44 +136,12 @@ class _GatheredLines:
         line = _dump({**record, **fields})
         if not line.isprintable():
             return False
-        if len(self._lines) >= MAX_GATHERED:
-            self._num_lost += 1
-            return True
-        self._lines.append(line)
-        if not self._has_lines.is_set():
-            self._has_lines.set()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="log", daemon=True)
-            self._thread.start()
-            atexit.register(self.write)
+        self._out.gather(line)
         return True
 
-    def _run(self) -> None:
-        while True:
-            self._has_lines.wait()
-            time.sleep(GATHER_S)
-            self._has_lines.clear()
-            self.write()
 
-    def write(self) -> None:
-        """Write what is there."""
-        with self._writing, contextlib.suppress(OSError, ValueError):  # its reader has gone
-            text = ""
-            while self._lines:
-                line = self._lines.popleft()
-                if text and len(text) + len(line) >= MAX_WRITE:
-                    self._write(text)
-                    text = ""
-                text += f"{line}\n"
-            self._write(text)
-        if num_lost := self._num_lost - self._num_told_lost:
-            self._num_told_lost += num_lost
-            structlog.get_logger(__name__).warning("log lines lost", count=num_lost)
-
-    def _write(self, text: str) -> None:
-        if text:
-            self._out.write(text)
-            self._out.flush()
+def _tell_lost(num_lines: int) -> None:
+    structlog.get_logger(__name__).warning("log lines lost", count=num_lines)
 
 
 def log_often(event: str, **fields: Any) -> None:
@@ -202,7 +150,7 @@ def log_often(event: str, **fields: Any) -> None:
 
     fields: on the allow-list (a test looks), and of JSON's types.
     """
-    if _gathered is None or not _gathered.is_current or not _gathered.add(event, fields):
+    if _often is None or not _often.is_current or not _often.add(event, fields):
         structlog.get_logger(__name__).info(event, **fields)
 
 
@@ -226,8 +174,8 @@ def configure_logs(
     service: stands in every line. level: debug, info, warning or error. form: json, pretty, or
     auto = pretty on a terminal. stream: stderr by default.
     """
-    global _is_debugging, _is_informing, _gathered
-    out = stream if stream is not None else sys.stderr
+    global _is_debugging, _is_informing, _often
+    out = UnblockedText(stream if stream is not None else sys.stderr, _tell_lost)
     number = logging.getLevelNamesMapping()[level.upper()]
     _is_debugging = number <= logging.DEBUG
     _is_informing = number <= logging.INFO
@@ -252,12 +200,12 @@ def configure_logs(
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         renderer,
     ]
-    _gathered = None if is_pretty or not _is_informing else _GatheredLines(service, out, processors)
+    _often = None if is_pretty or not _is_informing else _OftenLines(service, out, processors)
     structlog.configure(
         processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(number),
         # One write a line, so that lines of processes that share a file do not mix.
-        logger_factory=structlog.WriteLoggerFactory(out),
+        logger_factory=structlog.WriteLoggerFactory(cast("TextIO", out)),
         cache_logger_on_first_use=False,
     )
     root = logging.getLogger()

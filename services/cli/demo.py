@@ -21,7 +21,7 @@ from services.cli.generate import Answer, stream_answer
 from services.cli.interrupts import Interrupts
 from services.cli.receipt import receipt_table
 from services.cli.sources import ConfigFlag, with_config_file
-from services.cli.status import StatusView, status_view
+from services.cli.status import StatusView, status_view, unblocked_console
 from services.cli.up import OPEN_DOORS, PAIR_WITHIN_S, plan_mesh, up_config
 from services.local import LocalMesh, local_mesh, wait_for_pair
 from shared.config import DEMO_MODEL
@@ -57,7 +57,7 @@ def demo(*, file: ConfigFlag = None) -> int:
     Starts all three on free ports with the bundled model, needs no network, and leaves nothing
     behind. Exit code 0: the answer was right.
     """
-    console = Console(highlight=False)
+    console = unblocked_console()
     interrupts = Interrupts()
     services = plan_mesh(DEMO, with_config_file(file)).services
     services[0].env |= OPEN_DOORS

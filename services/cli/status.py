@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
 from collections.abc import Generator
-from typing import IO, Protocol
+from typing import IO, Protocol, cast
 
 from rich.console import Console
 from rich.live import Live
@@ -16,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from services.local import LocalMesh, Phase, Service, last_word
+from shared.unblocked import UnblockedText
 
 COLORS = {
     Phase.WAITING: "dim",
@@ -44,6 +46,12 @@ class StatusView(Protocol):
     def say(self, text: str) -> None:
         """Print lines that stay."""
         ...
+
+
+def unblocked_console() -> Console:
+    """Return the console of a command that serves meanwhile: whoever does not read it, or has left,
+    holds up nothing."""
+    return Console(file=cast("IO[str]", UnblockedText(sys.stdout)), highlight=False)
 
 
 @contextlib.contextmanager
@@ -81,11 +89,7 @@ class LineView:
 
     def say(self, text: str) -> None:
         """See StatusView."""
-        try:
-            print(text, file=self._out, flush=True)
-        except OSError:
-            # Whoever read our output has left (`| head`); the mesh is not for them alone.
-            leave_output(self._out)
+        self._out.write(f"{text}\n")
 
 
 class LiveView:

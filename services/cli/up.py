@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar, get_type_hints
 
 from cyclopts import Group, Parameter
-from rich.console import Console
 
 from services.cli.flags import (
     field_texts,
@@ -28,7 +27,7 @@ from services.cli.interrupts import Interrupts
 from services.cli.machine import LocalShape, Share, find_gpus, shape_for, shares
 from services.cli.scaling import LocalScaler
 from services.cli.sources import ConfigFlag, with_config_file
-from services.cli.status import StatusView, status_view
+from services.cli.status import StatusView, status_view, unblocked_console
 from services.local import (
     LocalMesh,
     Service,
@@ -193,7 +192,7 @@ def up(
     """
     plan = plan_mesh(config, with_config_file(file))
     services = plan.services
-    console = Console()
+    console = unblocked_console()
     interrupts = Interrupts()
     log = config.log
     if log is None and console.is_terminal:

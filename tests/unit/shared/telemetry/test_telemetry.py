@@ -8,8 +8,8 @@ import io
 import json
 import logging
 import math
+import os
 import re
-import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
@@ -226,31 +226,21 @@ def test_request_is_one_line_with_its_receipt(lines: io.StringIO) -> None:
 
 def gathered(lines: io.StringIO) -> list[dict[str, Any]]:
     """Return the lines of ``log_often`` so far."""
-    assert log._gathered is not None
-    log._gathered.write()
+    assert log._often is not None
+    assert log._often._out.drain()
     return [orjson.loads(line) for line in lines.getvalue().splitlines()]
 
 
-def test_lines_of_requests_are_written_soon_without_being_asked_for(lines: io.StringIO) -> None:
-    """A thread writes them, whole and in their order."""
-    for number in range(100):
-        log.log_often("request", number=number)
-    give_up_at = time.monotonic() + 10
-    while lines.getvalue().count("\n") < 100:
-        assert time.monotonic() < give_up_at
-        time.sleep(0.01)
-    assert [record["number"] for record in gathered(lines)] == [*range(100)]
-
-
-def test_a_log_that_nobody_reads_loses_lines_and_says_so(lines: io.StringIO) -> None:
-    """Lines wait in bounded room; how many were lost is a line of its own."""
-    assert log._gathered is not None
-    with log._gathered._writing:  # as while a write to a full pipe waits
-        for number in range(log.MAX_GATHERED + 7):
+def test_no_line_waits_for_who_reads_the_log(lines: io.StringIO) -> None:
+    """Neither those of requests nor a warning: behind the first that waits all would stand."""
+    reading, writing = os.pipe()
+    with os.fdopen(reading) as told, os.fdopen(writing, "w") as stream:
+        log.configure_logs(service="test", level="info", form="json", stream=stream)
+        for number in range(100):
+            structlog.get_logger("x").warning("odd", number=number, reason="r" * 1500)
             log.log_often("request", number=number)
-    *kept, lost = gathered(lines)
-    assert [record["number"] for record in kept] == [*range(log.MAX_GATHERED)]
-    assert (lost["event"], lost["count"]) == ("log lines lost", 7)
+        numbers = [orjson.loads(told.readline())["number"] for _ in range(200)]
+    assert numbers == [number for number in range(100) for _ in range(2)]
 
 
 def test_no_client_can_forge_a_request_line(lines: io.StringIO) -> None:
