@@ -46,10 +46,9 @@ class AnthropicError(NamedEvent, kw_only=True):
 
 
 class TextBlock(msgspec.Struct, kw_only=True, tag="text"):
-    """What the model said."""
+    """What the model said. No citations, not even null, which Vercel's client refuses."""
 
     text: str = ""
-    citations: None = None
 
 
 class ThinkingBlock(msgspec.Struct, kw_only=True, tag="thinking"):

@@ -355,6 +355,7 @@ class HttpDoor:
             self._front.text,
             asked.new_parser,
             response=response_before(head, body, asked.choices[0].request.sampling),
+            seals=bool(getattr(body, "include", None)),
         )
         wants = Wants(stream=bool(body.stream), usage=True, receipt=chat.wants_receipt)
         return await answered(self._front, request, call, asked.choices, answer_format, wants)

@@ -15,7 +15,7 @@ from services.gateway.front.answers import TokenCounts
 from services.gateway.http.bodies import Receipt
 from services.gateway.http.item_answers import Item, ItemFormat, NamedEvent, encode
 from services.gateway.http.openai_answers import AnswerHead
-from services.gateway.http.responses_forms import ResponsesBody
+from services.gateway.http.responses_forms import ResponsesBody, sealed
 from services.gateway.http.tool_answers import AnswerParser
 from services.gateway.text.text_model import TextModel
 from shared.errors import MeshError
@@ -63,13 +63,15 @@ class OutputCall(msgspec.Struct, kw_only=True):
 
 
 class OutputReasoning(msgspec.Struct, kw_only=True):
-    """What the model thought. summary: none is made."""
+    """What the model thought. summary: none is made. encrypted_content: the same once more, where
+    it is asked for."""
 
     id: str
     type: Literal["reasoning"] = "reasoning"
     status: Status
     summary: list[Any] = []
     content: list[ReasoningText]
+    encrypted_content: str | UnsetType = UNSET
 
 
 OutputItem = OutputMessage | OutputCall | OutputReasoning
@@ -217,7 +219,7 @@ _PREFIXES = {"text": "msg", "call": "fc", "thought": "rs"}
 
 
 class ResponsesFormat(ItemFormat):
-    """See the module. response: as it is before its answer."""
+    """See the module. response: as it is before its answer. seals: thinking comes sealed, too."""
 
     def __init__(
         self,
@@ -226,8 +228,10 @@ class ResponsesFormat(ItemFormat):
         new_parser: Callable[[], AnswerParser] | None,
         *,
         response: ResponseBody,
+        seals: bool,
     ) -> None:
         super().__init__(head, text, new_parser)
+        self._seals = seals
         self._response = response
         self._output: list[OutputItem] = []
         self._num_events = 0
@@ -313,7 +317,10 @@ class ResponsesFormat(ItemFormat):
                 return OutputMessage(id=name, status=status, content=content)
             case "thought":
                 thought = [ReasoningText(text=text)]
-                return OutputReasoning(id=name, status=status, content=thought)
+                shown = OutputReasoning(id=name, status=status, content=thought)
+                if self._seals and text:
+                    shown.encrypted_content = sealed(text)
+                return shown
             case "call":
                 return OutputCall(
                     id=name, status=status, call_id=item.id, name=item.name, arguments=text

@@ -6,6 +6,7 @@ name or shape in this protocol stands below.
 
 from __future__ import annotations
 
+from base64 import b64decode, b64encode
 from typing import Annotated, Any
 
 import msgspec
@@ -53,7 +54,6 @@ RESPONSES_UNSERVED: dict[str, Unserved] = {
         Unserved("no conversation is kept here: send all of it as input"),
     ),
     "prompt": Unserved("no prompts are kept here: send input and instructions"),
-    # Thinking is in the answer as it is, and is read when it comes back.
     "include": Unserved("the answer has no such part", ([], ["reasoning.encrypted_content"])),
     "max_tool_calls": Unserved("tools are called by the client, which can count"),
     "truncation": Unserved("use truncate_prompt_tokens", ("disabled",)),
@@ -66,6 +66,22 @@ RESPONSES_UNSERVED: dict[str, Unserved] = {
 
 _PARTS = ("input_text", "output_text", "text")
 _AS_TEXT = "only parts of type input_text and output_text with a text"
+
+
+_SEAL = "pdmesh1."
+
+
+def sealed(thought: str) -> str:
+    """Return thinking for clients that send nothing back but what they cannot read."""
+    return _SEAL + b64encode(thought.encode()).decode()
+
+
+def opened(content: str) -> str:
+    """Return what ``sealed`` was given; of another's, ''."""
+    try:
+        return b64decode(content[len(_SEAL) :]).decode() if content.startswith(_SEAL) else ""
+    except ValueError:
+        return ""
 
 
 class ItemPart(msgspec.Struct):
@@ -88,6 +104,7 @@ class InputItem(msgspec.Struct):
     arguments: str | None = None
     output: str | list[ItemPart] | None = None
     summary: list[ItemPart] | None = None
+    encrypted_content: str | None = None
 
 
 class FlatTool(msgspec.Struct):
@@ -282,10 +299,14 @@ def _result(item: InputItem, place: str) -> Message:
 def _thought(item: InputItem, place: str) -> Message:
     parts = item.content if isinstance(item.content, list) else ()
     text = "".join(part.text or "" for part in parts)
-    return Message("assistant", reasoning_content=text)
+    return Message("assistant", reasoning_content=text or opened(item.encrypted_content or ""))
 
 
 def _unknown(item: InputItem, place: str) -> Message:
+    if item.type == "item_reference":
+        raise unsupported(
+            f"{place}.type", "no items are kept here: send them as they came, as with store: false"
+        )
     raise unsupported(
         f"{place}.type", "must be message, function_call, function_call_output or reasoning"
     )

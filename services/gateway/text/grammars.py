@@ -255,8 +255,10 @@ def _innermost(structure: Structure, fault: str, check: Check) -> tuple[str, str
 def one_wish(wishes: Sequence[Structure]) -> Structure | None:
     """Return what an answer shall match; None = anything. Raises InvalidRequest: two structures are
     asked for, or one of too many choices."""
-    if len(wishes) > 1:
-        raise refusal(wishes[1].param, f"does not go with {wishes[0].param}: give one of them")
+    for other in wishes[1:]:
+        # Guidance says the same by vLLM's old and its new name.
+        if replace(other, param=wishes[0].param) != wishes[0]:
+            raise refusal(other.param, f"does not go with {wishes[0].param}: give one of them")
     if wishes and wishes[0].kind == "choice":
         wish = wishes[0]
         checked_count(len(wish.value), MAX_CHOICES, param=wish.param, what="choices", least=1)

@@ -88,7 +88,7 @@ async def test_an_answer_whole_and_as_events() -> None:
     streamed = put_together(events)
     thinking, text, *calls = whole["content"]
     assert thinking == {"type": "thinking", "thinking": "so so", "signature": ""}
-    assert text == {"type": "text", "text": "I look. ", "citations": None}
+    assert text == {"type": "text", "text": "I look. "}
     for call in calls:
         assert (call["type"], call["name"]) == ("tool_use", "weather")
         assert call["input"] == {"city": "Paris"}

@@ -319,3 +319,14 @@ def test_any_bytes_are_a_body_or_an_invalid_request(data: bytes) -> None:
     """Random bytes never raise anything else."""
     with pytest.raises(InvalidRequest):
         parse_body(data, CHAT)
+
+
+def test_one_structure_by_two_names() -> None:
+    """As clients of vLLM's older and newer releases send it; two that differ are refused."""
+    structured = {"structured_outputs": {"grammar": 'start: "a"'}}
+    wanted = chat(guided_grammar='start: "a"', **structured).form().structure
+    assert wanted is not None
+    assert (wanted.kind, wanted.value) == ("grammar", 'start: "a"')
+    for other in ({"guided_grammar": 'start: "b"'}, {"guided_regex": 'start: "a"'}):
+        with pytest.raises(InvalidRequest, match="give one of them"):
+            chat(**other, **structured).form()

@@ -230,6 +230,7 @@ ASK: dict[str, Any] = {"role": "user", "content": "a"}
         ({"tools": FLAT, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
         ({"tools": FLAT, "tool_choice": {"type": "function"}}, "tool_choice.name"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"input": [{"type": "item_reference", "id": "rs_1"}]}, "input[0].type"),
         ({"include": [ENCRYPTED, "message.output_text.logprobs"]}, "include"),
         ({"model": "gpt-9"}, "model"),
     ],
@@ -291,3 +292,27 @@ async def test_input_is_counted_without_an_answer() -> None:
         due = {"object": "response.input_tokens", "input_tokens": body["usage"]["input_tokens"]}
         assert (status, counted) == (200, due)
         assert len(here.mesh.requests) == 1
+
+
+async def test_thinking_that_comes_back_unread() -> None:
+    """Clients that keep nothing but encrypted_content send that; another's says nothing."""
+    async with gateway("<think>it is é</think>x", reasoning_parser="think") as here:
+        asker = Asker(here)
+        _, plain = await asker.ask()
+        assert "encrypted_content" not in plain["output"][0]
+        _, body = await asker.ask(include=[ENCRYPTED])
+        thought = body["output"][0]
+        *_, last = await asker.stream(include=[ENCRYPTED])
+        assert last["response"]["output"][0]["encrypted_content"] == thought["encrypted_content"]
+        bare = {"type": "reasoning", "summary": [], "content": []}
+        for content, shown in (
+            (thought["encrypted_content"], "it is é"),
+            ("gAAAA", ""),
+            ("pdmesh1.!", ""),
+            (None, ""),
+        ):
+            item = {**bare, "encrypted_content": content}
+            said = {"role": "assistant", "content": [{"type": "output_text", "text": "x"}]}
+            status, _ = await asker.ask([ASK, item, said, ASK])
+            assert status == 200
+            assert f"assistant:{shown}:x\n" in here.prompt
