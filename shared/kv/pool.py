@@ -81,7 +81,7 @@ class BlockPool:
         """Token positions of a block."""
         self._model_key = model_key
         self._cache_prefixes = cache_prefixes
-        self._num_claimed = 0
+        self._num_claimed = self._num_yielded = 0
         self._num_acquired_tokens = 0
         self._num_hit_tokens = 0
 
@@ -102,19 +102,24 @@ class BlockPool:
         """What a new reservation must leave: what preempted or stalled sequences wait for."""
         return self._num_claimed
 
+    @property
+    def keep_free_for_answers(self) -> int:
+        """What a reservation for an answer must leave."""
+        return self._num_claimed - self._num_yielded
+
     def num_lacking(self, num_more: int = 0) -> int:
-        """Return how many blocks must come free for sequences that run here but wait for room, and
-        so many more for a newcomer; 0 = none do, or they are free."""
-        return max(0, self._num_claimed + num_more - self.num_available)
+        """Return how many blocks must come free for sequences that run here but wait for room and
+        yield it to no answer, and so many more for one; 0 = none do, or they are free."""
+        return max(0, self.keep_free_for_answers + num_more - self.num_available)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that ``num_tokens`` token positions take."""
         return -(-num_tokens // self.block_size)
 
-    def claim(self, num_blocks: int) -> None:
+    def claim(self, num_blocks: int, num_yielded: int = 0) -> None:
         """Set how many blocks are spoken for by sequences that run here but wait for room (not
-        additive)."""
-        self._num_claimed = num_blocks
+        additive). num_yielded: of them, those that a reservation for an answer may have."""
+        self._num_claimed, self._num_yielded = num_blocks, num_yielded
 
     def listen(self, listener: KvListener) -> None:
         """Tell it of every prefix that becomes findable or goes, from now on."""

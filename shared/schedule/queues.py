@@ -84,12 +84,12 @@ class Queues:
         # Not all that wait: together they would claim the pool, and a queue would end reservations.
         ready = [seq for seq in self.waiting if not seq.is_awaiting]
         waiting = [*ready[:1], *(seq for seq in ready[1:] if seq.num_preemptions)]
-        # Prompts whose KV goes elsewhere may wait for who makes reservations here: one has room.
-        if ready and ready[0].is_prefill_only and (self.held or self.computing):
-            waiting = waiting[1:]
         stalled = sum(seq.state is SequenceState.RUNNING for seq in self.stalled)
+        num_claimed = sum(self._pool.num_blocks_for(seq.num_tokens) for seq in waiting) + stalled
+        # Prompts whose KV goes elsewhere may wait for who makes reservations here: one has room.
+        yields = ready and ready[0].is_prefill_only and (self.held or self.computing)
         self._pool.claim(
-            sum(self._pool.num_blocks_for(seq.num_tokens) for seq in waiting) + stalled
+            num_claimed, self._pool.num_blocks_for(ready[0].num_tokens) if yields else 0
         )
 
     def tables(self) -> list[BlockTable]:

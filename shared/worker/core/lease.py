@@ -96,6 +96,12 @@ class Lease:
         return len(self.item.token_ids)
 
     @property
+    def is_answer(self) -> bool:
+        """Whether an answer follows here; else it is for a prefix, which may as well be
+        computed."""
+        return self.item.sampling.max_tokens > 1
+
+    @property
     def block_table(self) -> array[int]:
         """Physical blocks; empty while it holds none."""
         return self.table.blocks if self.table is not None else array("i")

@@ -233,7 +233,7 @@ class Leases:
         workers that wait for this one. If it does, what holds it gives way.
         """
         self._is_at_rest = True
-        if self._stuck_at is None and (self._waiting or self._pool.num_lacking()):
+        if self._stuck_at is None and self._pool.num_lacking(self._num_wanted):
             self._stuck_at = now + self._policy.stuck_s
 
     def _give_way(self) -> list[Effect]:
@@ -248,9 +248,8 @@ class Leases:
             if num_lacking > 0 and lease.state in (LeaseState.GRANTED, LeaseState.OPEN):
                 num_lacking -= len(lease.block_table)
                 effects.append(Refuse(lease, error))
-        if self._waiting and not effects:
-            num_tokens = self._num_tokens_to_take(next(iter(self._waiting.values())))
-            num_lacking = self._pool.num_lacking(self._pool.num_blocks_for(num_tokens))
+        if not effects:
+            num_lacking = self._pool.num_lacking(self._num_wanted)
         if num_lacking > 0:
             effects.append(MakeRoom(num_lacking * self._pool.block_size, error))
         return effects
@@ -268,6 +267,15 @@ class Leases:
 
     # --- inner moves ---------------------------------------------------------------------------
 
+    @property
+    def _num_wanted(self) -> int:
+        """Blocks for the answer that is the next to have room; 0 = there is none, or it is a
+        prefix."""
+        lease = next(iter(self._waiting.values()), None)
+        if lease is None or not lease.is_answer:
+            return 0
+        return self._pool.num_blocks_for(self._num_tokens_to_take(lease))
+
     def _take_blocks(self, lease: Lease) -> bool:
         """Acquire the lease's blocks, cached prefix first; False if they are not free."""
         lease.table = self._pool.acquire(
@@ -275,7 +283,9 @@ class Leases:
             lease.item.token_ids,
             self._num_tokens_to_take(lease),
             max_hit_tokens=lease.num_tokens,
-            keep_free=self._pool.keep_free_for_newcomers,
+            keep_free=self._pool.keep_free_for_answers
+            if lease.is_answer
+            else self._pool.keep_free_for_newcomers,
         )
         return lease.table is not None
 

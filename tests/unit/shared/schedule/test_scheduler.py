@@ -529,18 +529,19 @@ def test_without_room_for_a_token_the_oldest_waits_for_those_who_hold_it() -> No
     assert worker.pool.keep_free_for_newcomers == 0
 
 
-def test_a_prompt_for_others_claims_no_room_while_another_has_some() -> None:
+def test_a_prompt_for_others_yields_its_room_to_answers_while_another_has_some() -> None:
     """That one may wait for room at a worker whose prompts wait for room here."""
     worker = Worker(num_blocks=4, cache_prefixes=False)
     first, second = a_sequence(12), a_sequence(8)
     for sequence in (first, second):
         worker.scheduler.add_prefill(sequence)
     worker.step()
-    assert worker.pool.keep_free_for_newcomers == 0
+    assert worker.pool.keep_free_for_newcomers == 2
+    assert worker.pool.keep_free_for_answers == 0
     lease = worker.pool.acquire(worker.pool.new_chain(), range(4), 4, max_hit_tokens=0)
     assert lease is not None
     worker.scheduler.release(first)
-    assert worker.pool.keep_free_for_newcomers == 2
+    assert worker.pool.keep_free_for_answers == 2
     worker.pool.release(lease)
     worker.run()
 

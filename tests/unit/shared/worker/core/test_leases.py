@@ -352,6 +352,18 @@ def test_computed_prompts_give_way_to_a_reservation_where_nothing_runs(desk: Des
     assert desk.leases.grant_waiting(now=6.0) == [GrantLease(lease)]
 
 
+def test_nobody_gives_way_to_a_prefix(desk: Desk) -> None:
+    """It may be computed as well, and takes no room that a waiting prompt yields to answers."""
+    desk.pool.claim(7, 7)
+    prefix, effects = desk.reserve(1, max_tokens=1, wait_s=9.0)
+    assert effects == []
+    desk.leases.rests(now=0.0)
+    assert desk.leases.next_tick_at == prefix.give_up_at
+    desk.leases.cancel(prefix, GONE, now=0.0)
+    answer, effects = desk.reserve(2)
+    assert effects == [GrantLease(answer)]
+
+
 def test_joining_hands_the_blocks_over(desk: Desk) -> None:
     """The sequence owns them, knows its first token, and needs one decode row."""
     lease = desk.opened(prompt=7)
