@@ -6,6 +6,8 @@ its limit, 130 = Ctrl-C. Every failure that the reader can mend is one line on s
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 
 __all__ = ["main"]
@@ -13,9 +15,20 @@ __all__ = ["main"]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command (default: that of ``sys.argv``) and return the exit code."""
+    _open_closed_streams()
     try:
         from services.cli.app import run
 
         return run(arguments)
     except KeyboardInterrupt:  # before the command took the signals over
         return 130
+
+
+def _open_closed_streams() -> None:
+    """Give streams that were closed (``>&-``) an end: Python has None for them, and the first
+    socket would take such a number, into which a child then writes its log."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(nowhere, True)
+            setattr(sys, name, os.fdopen(nowhere, "r" if name == "stdin" else "w"))

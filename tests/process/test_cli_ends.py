@@ -42,6 +42,15 @@ def test_a_reader_that_has_left_is_no_catastrophe(command: str) -> None:
     assert (process.returncode, err) == (1, b"")
 
 
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+def test_streams_that_were_closed_fail_nothing(closed: str) -> None:
+    """As cron and some starters of daemons leave them."""
+    command = f"{sys.executable} -m services.cli version {closed}"
+    assert (
+        subprocess.run(command, shell=True, cwd=ROOT, check=False, timeout=LIMIT_S).returncode == 0
+    )
+
+
 @pytest.mark.parametrize("command", ["models", "generate hi", "chat", "top --once"])
 def test_ctrl_c_ends_a_command_that_waits_for_a_gateway(command: str) -> None:
     """One that has taken the connection and says nothing; 130, and no traceback."""
