@@ -175,7 +175,7 @@ BAD_REQUESTS: dict[str, tuple[tuple[str, Any], int, str, str | None]] = {
     "no worker holds it": (
         completion(prompt=[5] * 400), 400, "context_length_exceeded", "prompt",
     ),
-    "too many prompts": (completion(prompt=["a"] * 9), 400, "invalid_request", "prompt"),
+    "too many prompts": (completion(prompt=["a"] * 513), 400, "invalid_request", "prompt"),
     "max_tokens is text": (completion(max_tokens="9"), 400, "invalid_request", "max_tokens"),
     "max_tokens negative": (completion(max_tokens=-1), 400, "invalid_request", "max_tokens"),
     "max_tokens huge": (completion(max_tokens=1 << 70), 400, "invalid_request", "max_tokens"),
