@@ -25,7 +25,8 @@ class GenerationRequest:
     label: for logs only, already checked. deadline_at, arrived_at: loop time; ``arrived_at`` is
     when the request's bytes arrived, so that TTFT counts parsing and tokenizing too. cache_salt:
     keys the prefix cache (tenant). span: of the call that asks for it. asked: tenant, priority and
-    limits.
+    limits. follows: the first answer of the same request, which was admitted before this one is
+    asked for; empty = this is the first.
     """
 
     request_id: RequestId
@@ -37,6 +38,7 @@ class GenerationRequest:
     arrived_at: float
     span: TraceSpan = field(default=NO_SPAN, repr=False)
     asked: Asked = NOTHING_ASKED
+    follows: bytes = b""
 
 
 Tokens = Sequence[AnswerToken]
@@ -142,6 +144,7 @@ class Mesh(Protocol):
         self, request: GenerationRequest, take: Take
     ) -> AbstractAsyncContextManager[Generation]:
         """Admit and dispatch on entry; leaving early (break, cancel, error) cancels everywhere.
+        What follows an admitted answer is never refused for load or a limit of its own.
 
         Raises on entry: Overloaded, WouldBeLate, ShuttingDown, DeadlinePassed, WorkerLost,
         InvalidRequest (a priority above its tenant's). Expects a

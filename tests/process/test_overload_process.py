@@ -92,6 +92,49 @@ async def test_a_flood_of_one_tenant_does_not_hold_up_another(tmp_path: Path) ->
             assert [place for place, key in enumerate(done) if key == "bob"][-1] < 20
 
 
+async def test_several_answers_wait_for_each_other_and_are_never_refused(tmp_path: Path) -> None:
+    """Four run one after the other for longer than may be waited; beside them one request at a
+    time has a turn, and what finds the queue full is refused. The drain waits for all of them."""
+    async with process_mesh() as mesh:
+        with mesh.explained():
+            limits = {"max_running": 1, "max_waiting": 1, "max_wait_s": 2.5}
+            gateway = await a_mesh(mesh, tmp_path, **limits)
+            async with asyncio.TaskGroup() as tasks:
+                reads = tasks.create_task(read(gateway, "alice", max_tokens=50, n=4))
+                await asyncio.sleep(0.5)
+                turn = tasks.create_task(ask(gateway, "alice"))
+                await asyncio.sleep(0.1)
+                status, _, body = await ask(gateway, "alice")
+                assert (status, body["error"]["code"]) == (503, "queue_full")
+            assert turn.result()[0] == 200
+            assert reads.result() == dict.fromkeys(range(4), 50)
+            async with asyncio.TaskGroup() as tasks:
+                batch = {"prompt": [[5, 6]] * 70, "max_tokens": 2}
+                asked = tasks.create_task(ask(gateway, "bob", **batch))
+                await asyncio.sleep(0.5)
+                tasks.create_task(gateway.stop())
+            status, _, body = asked.result()
+            assert (status, len(body["choices"])) == (200, 70)
+
+
+async def read(gateway: ServiceProcess, key: str, **body: Any) -> dict[int, int]:
+    """Read a stream to its end. Returns how many tokens each answer has."""
+    wanted = {"prompt": [5] * 20, "ignore_eos": True, "stream": True, "logprobs": 0, **body}
+    counts: dict[int, int] = {}
+    async with (
+        aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"}) as session,
+        session.post(_url(gateway, "/v1/completions"), json=wanted) as answer,
+    ):
+        async for line in answer.content:
+            if line.startswith(b"data: {"):
+                event = json.loads(line[6:])
+                assert "error" not in event, event
+                for choice in event["choices"]:
+                    told = (choice["logprobs"] or {}).get("tokens", ())
+                    counts[choice["index"]] = counts.get(choice["index"], 0) + len(told)
+    return counts
+
+
 async def test_what_would_be_late_is_refused_before_it_is_computed(tmp_path: Path) -> None:
     """By both doors, by its own limit or its tenant's; who names none is served. The refusal says
     which limit and by how much, is counted, and comes at once."""

@@ -4,13 +4,18 @@ The bound on requests inside the gateway is what keeps every later queue, buffer
 well. Who waits is next by ``fair_queue.py``; who would miss its own limits is refused by
 ``overload.py``. Pure: every event returns what is to be done, in order; ``now`` is an argument, and
 ``next_tick_at`` says when to look again.
+
+A request with several answers is refused before its first token or not at all: it is let in with
+its first answer, and the others, which come afterwards, wait until its deadline. One of them at a
+time stands in the queue, and each comes there as a new request would: so many answers take no more
+turns than a request with one.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -61,8 +66,9 @@ class AdmissionStatistics:
 
 @dataclass(slots=True)
 class _Request:
-    """A request in the gateway. arrived_at: from when its time to the first token counts. cached:
-    what workers have of its prompt at a time. decode: where its last attempt was sent."""
+    """One answer to a request in the gateway. arrived_at: from when its time to the first token
+    counts. cached: what workers have of its prompt at a time. follows: see ``arrive``. decode:
+    where its last attempt was sent. may_be_refused: no answer of the request has a token."""
 
     key: bytes
     terms: Terms
@@ -70,6 +76,8 @@ class _Request:
     arrived_at: float
     deadline_at: float
     cached: Cached
+    follows: bytes
+    may_be_refused: bool
     queued: QueuedRequest | None = None
     decode: Worker | None = None
     has_begun: bool = False
@@ -103,6 +111,8 @@ class Admission:
         )
         self._running: dict[bytes, _Request] = {}
         self._waiting: dict[bytes, _Request] = {}
+        # Of each request of which a further answer is in the queue: those that come after it.
+        self._behind: dict[bytes, deque[_Request]] = {}
         self._num_of_tenant: Counter[str] = Counter()
         self._give_up: list[tuple[float, bytes]] = []
         self._refusals: Counter[str] = Counter()
@@ -121,9 +131,11 @@ class Admission:
         arrived_at: float | None = None,
         deadline_at: float | None = None,
         cached: Cached = lambda now: NO_HITS,
+        follows: bytes = b"",
     ) -> list[Effect]:
         """A request comes. arrived_at: when its first byte did, None = now. cached: asked only
-        where it may be refused by a prediction."""
+        where it may be refused by a prediction. follows: the first answer of the request, which was
+        admitted, if this is a further one."""
         request = _Request(
             key,
             terms,
@@ -131,6 +143,8 @@ class Admission:
             now if arrived_at is None else arrived_at,
             math.inf if deadline_at is None else deadline_at,
             cached,
+            follows,
+            may_be_refused=not follows,
         )
         if now >= request.deadline_at:
             error = DeadlinePassed("the deadline passed before the request was admitted")
@@ -148,7 +162,7 @@ class Admission:
             return [self._admit(request)]
         self._wait(request, now)
         effects = self._fill(now)
-        if len(self._queue) > self._max_waiting:
+        if len(self._queue) - len(self._behind) > self._max_waiting:
             last = self._queue.last(now)
             assert last is not None
             effects.append(self._make_room(self._waiting[last.key]))
@@ -166,7 +180,10 @@ class Admission:
     def prompt_computed(self, key: bytes, now: float) -> list[TurnAway]:
         """The first token of its attempt is there, and has not been handed on."""
         request = self._running.get(key)
-        if request is None or request.has_begun or request.decode is None:
+        if request is None or request.decode is None:
+            return []
+        if not request.may_be_refused:
+            self._goes_on(request)  # before its token is handed on: the two may come together
             return []
         error = self._overload.refusal_at_decode(request.terms, request.decode, now)
         return [] if error is None else [self._refused(request, error)]
@@ -179,6 +196,7 @@ class Admission:
         cached = 0
         if not request.has_begun:
             request.has_begun = True
+            self._goes_on(request)
             cached = cached_tokens
             self._overload.began(key, now)
         self._queue.charge(request.terms.tenant, prompt_tokens=-cached, output_tokens=num_tokens)
@@ -188,6 +206,7 @@ class Admission:
         waiting = self._waiting.pop(key, None)
         if waiting is not None and waiting.queued is not None:
             self._queue.remove(waiting.queued)
+            self._next_answer(waiting, now)
         request = self._running.pop(key, None)
         if request is not None:
             self._num_of_tenant[request.terms.tenant] -= 1
@@ -235,16 +254,52 @@ class Admission:
         self._queue.charge(tenant, prompt_tokens=request.num_tokens)
         return Admit(request.key)
 
+    def _goes_on(self, request: _Request) -> None:
+        """A token of this answer: none of its request is refused any more."""
+        request.may_be_refused = False
+        if (first := self._running.get(request.follows)) is not None:
+            first.may_be_refused = False
+
     def _wait(self, request: _Request, now: float) -> None:
-        due_at = request.arrived_at + request.terms.ttft_s
+        self._waiting[request.key] = request
+        limit_at = request.deadline_at
+        if request.may_be_refused:
+            # Who names a limit says how long it waits.
+            due_at = request.arrived_at + request.terms.ttft_s
+            most_at = now + self._max_wait_s if self._ignores(due_at) else due_at
+            limit_at = min(limit_at, most_at)
+        if limit_at < math.inf:
+            heapq.heappush(self._give_up, (limit_at, request.key))
+        others = self._behind.get(request.follows)
+        if others is not None:
+            others.append(request)
+            return
         if not self._queue:
             self._left_at = now  # gaps are those while somebody waits, however long nobody did
-        request.queued = QueuedRequest(request.key, request.terms, now, due_at)
-        self._queue.push(request.queued)
-        self._waiting[request.key] = request
-        # Who names a limit says how long it waits.
-        limit_at = now + self._max_wait_s if self._ignores(due_at) else due_at
-        heapq.heappush(self._give_up, (min(limit_at, request.deadline_at), request.key))
+        if request.follows:
+            self._behind[request.follows] = deque()
+        self._line_up(request, now)
+
+    def _line_up(self, request: _Request, now: float, *, was_away: bool = True) -> None:
+        came_at = now if request.follows else request.arrived_at
+        request.queued = QueuedRequest(
+            request.key,
+            request.terms,
+            now,
+            came_at + request.terms.ttft_s,
+            is_let_in=bool(request.follows),
+        )
+        self._queue.push(request.queued, was_away=was_away)
+
+    def _next_answer(self, request: _Request, now: float) -> None:
+        """This one has left the queue: the next answer of its request comes there."""
+        others = self._behind.pop(request.follows, None)
+        while others:
+            other = others.popleft()
+            if other.key in self._waiting:
+                self._behind[request.follows] = others
+                self._line_up(other, now, was_away=False)
+                return
 
     def _ignores(self, due_at: float) -> bool:
         return self._overload.mode is OverloadMode.OFF or due_at == math.inf
@@ -257,6 +312,7 @@ class Admission:
             if queued is None:
                 break
             request = self._waiting.pop(queued.key)
+            self._next_answer(request, now)
             would_be_late = self._would_be_late(request, now, queue_s=0.0)
             if would_be_late is None:
                 effects.append(self._admit(request))
@@ -265,6 +321,8 @@ class Admission:
         return effects
 
     def _would_be_late(self, request: _Request, now: float, *, queue_s: float) -> MeshError | None:
+        if not request.may_be_refused:
+            return None
         return self._overload.refusal(
             request.terms,
             request.num_tokens,
@@ -311,5 +369,6 @@ class Admission:
         self._waiting.pop(request.key, None)
         if request.queued is not None:
             self._queue.remove(request.queued)
+            self._behind.pop(request.follows, None)  # they have the same deadline
         self._refusals[error.code or error.type] += 1
         return TurnAway(request.key, error)

@@ -30,7 +30,8 @@ OUTPUT_WEIGHT = 2.0
 
 @dataclass(slots=True, eq=False)
 class QueuedRequest:
-    """One request that waits. due_at: when its first token is late, inf = it has no limit."""
+    """One request that waits. due_at: when its first token is late, inf = it has no limit.
+    is_let_in: another answer of it was, so that it makes room for nobody."""
 
     key: bytes
     terms: Terms
@@ -38,6 +39,7 @@ class QueuedRequest:
     due_at: float
     priority: int = field(init=False)
     """Now, with what it has aged."""
+    is_let_in: bool = False
     is_waiting: bool = True
 
     def __post_init__(self) -> None:
@@ -84,10 +86,11 @@ class FairQueue:
         """The weighted work that a tenant was given."""
         return self._counters.get(tenant, 0.0)
 
-    def push(self, request: QueuedRequest) -> None:
-        """A request waits from now on."""
+    def push(self, request: QueuedRequest, *, was_away: bool = True) -> None:
+        """A request waits from now on. was_away: not if one has just been taken out whose place it
+        takes: its tenant keeps what it is behind."""
         tenant = request.terms.tenant
-        if tenant not in self._num_waiting:
+        if was_away and tenant not in self._num_waiting:
             self._lift(tenant)
         self._num_waiting[tenant] = self._num_waiting.get(tenant, 0) + 1
         self._enter(request)
@@ -133,13 +136,14 @@ class FairQueue:
     def last(self, now: float) -> QueuedRequest | None:
         """Return who would be served last, to make room for others: of the lowest priority that
         waits, of the tenant with the most waiting for its weight, the one with the latest
-        deadline, and of those the latest."""
+        deadline, and of those the latest. None whose request was let in."""
         self._age(now)
         for lines in self._lines:
-            tenants = [tenant for tenant in list(lines) if self._first(lines, tenant) is not None]
-            if tenants:
-                most = max(tenants, key=self.share)
-                return max(entry for entry in lines[most] if self._is_in(lines, entry[3]))[3]
+            for tenant in sorted(lines, key=self.share, reverse=True):
+                line = (entry for entry in lines[tenant] if not entry[3].is_let_in)
+                last = max((it for it in line if self._is_in(lines, it[3])), default=None)
+                if last is not None:
+                    return last[3]
         return None
 
     def share(self, tenant: str) -> float:

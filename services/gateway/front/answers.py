@@ -3,8 +3,9 @@ generations.
 
 Tokens come here as they arrive. Where a sink has room they leave at once, as text; else they stay
 until the task that waits for the answer asks for them. Several answers run in a TaskGroup of their
-own and meet in a bounded queue (full: tokens stay with their answer). The first failure ends all of
-them, and comes out as one MeshError. Knows no JSON and no protobuf.
+own and meet in a bounded queue (full: tokens stay with their answer). The others begin once the
+first was admitted, and the request with it. The first failure ends all of them, and comes out as
+one MeshError. Knows no JSON and no protobuf.
 """
 
 from __future__ import annotations
@@ -263,6 +264,7 @@ class _ManyAnswers(Answers):
         super().__init__(choices)
         self._queue: asyncio.Queue[TextDelta] = asyncio.Queue(2 * min(len(choices), AT_ONCE))
         self._num_running = len(choices)
+        self.is_let_in = asyncio.Event()
 
     async def next(self) -> list[TextDelta]:
         if not self._num_running:
@@ -277,6 +279,7 @@ class _ManyAnswers(Answers):
         """Generate one answer after the other into the queue."""
         for choice in choices:
             async with _OneAnswer(mesh, choice) as answer:
+                self.is_let_in.set()
                 while deltas := await answer.next():
                     await self._queue.put(deltas[0])
 
@@ -297,9 +300,11 @@ async def _open_many(mesh: Mesh, choices: Sequence[Choice]) -> AsyncGenerator[An
     with plain_errors():
         async with TaskGroup() as group:
             waiting = iter(choices)
-            tasks = [
+            tasks = [group.create_task(answers.run(waiting, mesh), name="answers-0")]
+            await answers.is_let_in.wait()
+            tasks += [
                 group.create_task(answers.run(waiting, mesh), name=f"answers-{idx}")
-                for idx in range(min(len(choices), AT_ONCE))
+                for idx in range(1, min(len(choices), AT_ONCE))
             ]
             yield answers
             for task in tasks:

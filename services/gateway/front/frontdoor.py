@@ -354,6 +354,7 @@ class FrontDoor:
                             arrived_at=caller.arrived_at,
                             span=caller.span,
                             asked=asked,
+                            follows=b"" if is_first else caller.request_id,
                         ),
                         text=self.text.new_answer(
                             own,

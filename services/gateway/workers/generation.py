@@ -219,7 +219,7 @@ class GatewayMesh:
 
     async def enter(self, request: GenerationRequest, take: Take) -> RequestShell:
         """Admit a request and dispatch it; ``leave`` follows, whatever comes of it."""
-        if self._is_draining:
+        if self._is_draining and not request.follows:
             raise ShuttingDown("this gateway is shutting down", retry_after_s=1.0)
         timeline = Timeline(
             request.arrived_at,
@@ -273,6 +273,7 @@ class GatewayMesh:
                 arrived_at=request.arrived_at,
                 deadline_at=request.deadline_at,
                 cached=lambda now: self._members.router.cached(prompt, now),
+                follows=request.follows,
             )
             self._apply(effects)
             if not turn.is_settled:

@@ -138,6 +138,62 @@ def test_who_waits_for_its_own_tenant_is_told_so() -> None:
         assert "of this API key 1 run, as many as may (max_running)" in refusal.error.message
 
 
+def test_further_answers_of_a_request_wait_until_its_deadline() -> None:
+    """However many wait already, and however long: the first one let the request in."""
+    admission = an_admission(waiting=0, t=Tenant(max_running=1))
+    assert admission.arrive(b"1", 0.0, terms=of("t"), deadline_at=60.0) == [Admit(b"1")]
+    for key in (b"2", b"3"):
+        assert admission.arrive(key, 0.0, terms=of("t"), deadline_at=60.0, follows=b"1") == []
+    assert admission.statistics().num_waiting == 2
+    assert admission.next_tick_at == 60.0
+    assert refused(admission.arrive(b"new", 1.0, terms=of("t", 7))) == (b"new", "queue_full")
+    assert admission.leave(b"1", 50.0) == [Admit(b"2")]
+    (late,) = admission.tick(60.0)
+    assert late.key == b"3"
+    assert isinstance(late.error, DeadlinePassed)
+    admission.leave(b"3", 60.0)
+    assert admission.leave(b"2", 60.0) == []
+    assert admission.arrive(b"4", 61.0, terms=of("t"), follows=b"1") == [Admit(b"4")]
+    assert admission.arrive(b"5", 61.0, terms=of("t"), follows=b"1") == []
+    assert admission.next_tick_at is None
+
+
+def test_further_answers_take_turns_with_other_requests() -> None:
+    """One request with many of them is as one that waits, not as many; those that leave before
+    their turn are passed over."""
+    admission = an_admission(waiting=9)
+    admission.arrive(b"1", 0.0)
+    for key in (b"2", b"3", b"4", b"5"):
+        admission.arrive(key, 0.0, follows=b"1")
+    for key in (b"x", b"y"):
+        admission.arrive(key, 0.1)
+    assert admission.leave(b"3", 0.2) == []
+    order, now = [b"1"], 0.2
+    while admission.statistics().num_waiting:
+        now += 0.1
+        (effect,) = admission.leave(order[-1], now)
+        order.append(effect.key)
+    assert order == [b"1", b"2", b"x", b"y", b"4", b"5"]
+
+
+def test_between_its_turns_a_request_leaves_its_tenant_what_it_is_behind() -> None:
+    """Its tenant has waited all the time, although one answer at a time stands in the queue."""
+    admission = an_admission(waiting=9)
+    for key in (b"big", b"more", b"most"):
+        admission.arrive(key, 0.0, terms=of("big"), num_tokens=10)
+    admission.arrive(b"1", 0.0, terms=of("small"), num_tokens=10)
+    admission.emitted(b"big", 500, 0.1, cached_tokens=0)
+    assert admission.leave(b"big", 0.1) == [Admit(b"1")]
+    for key in (b"2", b"3", b"4"):
+        admission.arrive(key, 0.1, terms=of("small"), num_tokens=10, follows=b"1")
+    admission.emitted(b"1", 50, 0.2, cached_tokens=0)
+    assert admission.leave(b"1", 0.2) == [Admit(b"more")]
+    admission.emitted(b"more", 500, 0.3, cached_tokens=0)
+    for ended, admitted in ((b"more", b"2"), (b"2", b"3"), (b"3", b"4"), (b"4", b"most")):
+        assert admission.leave(ended, 0.4) == [Admit(admitted)]
+        admission.emitted(admitted, 5, 0.4, cached_tokens=0)
+
+
 def test_what_was_never_sent_to_workers_was_not_given() -> None:
     """While there is no pair, who tries on is not behind afterwards."""
     admission = an_admission()

@@ -155,6 +155,30 @@ def test_a_flood_of_another_tenant_makes_nobody_late(
     assert Admit(b"late") in at_once + ended(9) + ended(10)
 
 
+@pytest.mark.parametrize("further_one_has_a_token", [False, True])
+def test_a_request_with_several_answers_is_refused_before_a_token_or_not_at_all(
+    further_one_has_a_token: bool,
+) -> None:
+    """By the limits that its first answer would miss; however late the others come, and also where
+    one of them has its token before the first one has."""
+    at, terms = sides(), Terms(ttft_s=1.0, tpot_s=0.05)
+    overload = Overload(OverloadMode.STAGE, SPEED)
+    admission = Admission(
+        max_running=2, max_waiting=0, max_wait_s=9.0, overload=overload, sides=lambda: at
+    )
+    for key, follows in ((b"1", b""), (b"2", b"1"), (b"3", b"1")):
+        admission.arrive(key, 0.0, terms=terms, num_tokens=100, follows=follows)
+    for key in (b"1", b"2"):
+        admission.dispatched(key, at.prefills[0], at.decodes[0], 0.0)
+    at.decodes[0].report(WorkerStatus(num_running=500, num_answers=500))
+    if further_one_has_a_token:
+        assert admission.prompt_computed(b"2", 0.1) == []
+    refusals = admission.prompt_computed(b"1", 0.1)
+    assert [it.error.code for it in refusals] == ([] if further_one_has_a_token else ["slo_tbt"])
+    assert admission.tick(30.0) == []
+    assert admission.leave(b"2", 30.0) == [Admit(b"3")]
+
+
 def _in_hand(overload: Overload, at: Sides, num: int, now: float) -> None:
     """This many answers run on the first pair since then, and are counted there."""
     prefill, decode = at.prefills[0], at.decodes[0]

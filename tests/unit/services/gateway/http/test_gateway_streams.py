@@ -16,6 +16,7 @@ from services.gateway.front.answers import AT_ONCE
 from services.gateway.http.connection import Connection
 from services.gateway.http.openai_answers import CompletionFormat
 from services.gateway.mesh import Tokens
+from shared.errors import Overloaded
 from tests.support.answer_tokens import answer_tokens
 from tests.support.http_client import gateway, parse_events, post_bytes, raw_connection
 from tests.support.scripted_mesh import (
@@ -141,6 +142,22 @@ async def test_a_batch_runs_some_answers_at_a_time() -> None:
         body = {"prompt": [[5]] * 300, "n": 2}
         status, _, answer = await client.ask("POST", "/v1/completions", json=body)
         assert (status, answer["error"]["param"]) == (400, "n")
+
+
+async def test_several_answers_are_refused_together() -> None:
+    """With a status, before any of them: the first one asks for a place, the others follow it."""
+    mesh = ScriptedMesh(saying("the"))
+    mesh.refusal = Overloaded("full", code="queue_full", retry_after_s=1.0)
+    async with gateway(mesh) as client:
+        body = {"prompt": "a", "n": 3, "stream": True}
+        status, _, answer = await client.ask("POST", "/v1/completions", json=body)
+        assert (status, answer["error"]["code"], len(mesh.requests)) == (503, "queue_full", 1)
+        mesh.refusal = None
+        events = await client.events("/v1/completions", body)
+        assert {event["choices"][0]["index"] for event in events[:-1]} == {0, 1, 2}
+        first, *others = mesh.requests[1:]
+        assert first.follows == b""
+        assert [it.follows for it in others] == [first.request_id] * 2
 
 
 @pytest.mark.parametrize("prompts", [1, 2])
