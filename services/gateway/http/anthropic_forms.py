@@ -275,8 +275,9 @@ def _pieces(message: AnthropicMessage, place: str) -> Iterator[tuple[Message, st
     if isinstance(content, str):
         yield Message(role, content), place
         return
-    if not content:
-        raise limits.refusal(f"{place}.content", "must have at least one block")
+    limits.checked_count(
+        len(content), limits.MAX_PARTS, param=f"{place}.content", what="blocks", least=1
+    )
     for is_text, blocks in groupby(enumerate(content), lambda one: one[1].type == "text"):
         if is_text:
             texts = [_text(block, f"{place}.content[{index}]") for index, block in blocks]

@@ -286,6 +286,10 @@ SECOND = "messages[1].content[1]"
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "thinking"}] * 1025}]},
+            "messages[0].content",
+        ),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": None}, "max_tokens"),
