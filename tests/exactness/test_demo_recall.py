@@ -55,7 +55,7 @@ async def answers_of_one_process(text: TextModel, prompts: Sequence[RecallPrompt
             row = sequence.row(len(ids))
             sequence.commit(row, engine.step([row])[0])
         driver.finish(sequence)
-        answers.append(await text.decode(sequence.output, skip_special=True))
+        answers += await text.decode_all([sequence.output], skip_special=True)
     engine.close()
     return answers
 
