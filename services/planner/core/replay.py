@@ -134,8 +134,12 @@ def replay_of(seen: Sequence[SeenRequest]) -> ReplayedPrompts:
 
 def fitted_times(prompts: Sequence[StepFit], answers: Sequence[StepFit]) -> FittedTimes | None:
     """Return the time model of what workers report of their steps, the mean of those that know;
-    None: nobody does. prompts: of those who compute prompts; answers: likewise."""
-    lines = [_mean([fit for fit in fits if fit.is_known]) for fits in (prompts, answers)]
+    None: nobody does. prompts: of those who compute prompts; answers: likewise.
+
+    Who has run few steps knows those before it joined, which others that started then may have
+    slowed: it counts from half as many steps on as who has run most.
+    """
+    lines = [_mean(_well_known(fits)) for fits in (prompts, answers)]
     prompt, answer = lines
     if prompt is None or answer is None:
         return None
@@ -147,6 +151,11 @@ def are_unequal(fits: Sequence[StepFit], num_tokens: int, num_attended: int) -> 
     """Whether workers' steps of that size differ by more than a few per cent."""
     seconds = [fit.seconds(num_tokens, num_attended) for fit in fits if fit.is_known]
     return bool(seconds) and max(seconds) > (1 + UNEQUAL) * min(seconds)
+
+
+def _well_known(fits: Sequence[StepFit]) -> list[StepFit]:
+    most = max((fit.num_steps for fit in fits), default=0)
+    return [fit for fit in fits if fit.is_known and 2 * fit.num_steps >= most]
 
 
 def _mean(fits: Sequence[StepFit]) -> FittedPhase | None:

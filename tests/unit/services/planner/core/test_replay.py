@@ -46,6 +46,9 @@ def test_what_workers_report_is_one_time_model() -> None:
     assert times.step_s(100, 5050, 0, 0) == pytest.approx(0.02 + 0.02)
     assert times.step_s(0, 0, 2, 100) == pytest.approx(0.01 + 2e-4)
     assert times.warnings() == []
+    times = fitted_times([one, other._replace(num_steps=101)], [one])
+    assert times is not None
+    assert times.step_s(100, 5050, 0, 0) == pytest.approx(0.03 + 0.03)
     assert fitted_times([one], [NO_FIT]) is None
     assert fitted_times([], [one]) is None
     assert are_unequal([one, other], 100, 5050)
