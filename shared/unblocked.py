@@ -72,13 +72,13 @@ class UnblockedText(io.TextIOBase):
                 try:
                     rest = data[self._put(data) :]
                 except BlockingIOError:
-                    rest = data
+                    self._lines.appendleft(data)
+                    return False
                 except (OSError, ValueError):  # its reader has gone
                     self._lines.clear()
                     break
                 if rest:
                     self._lines.appendleft(rest)
-                    return False
         return True
 
     def flush(self) -> None:
@@ -95,13 +95,13 @@ class UnblockedText(io.TextIOBase):
     @property
     def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Of ``out``."""
-        return self._out.encoding
+        return self._out.encoding or "utf-8"
 
     def _keep(self, text: str) -> None:
         if len(self._lines) >= MAX_LINES:
             self._num_lost += 1
         else:
-            self._lines.append(text.encode(errors="replace"))
+            self._lines.append(text.encode(self.encoding, "replace"))
 
     def _wake(self) -> None:
         if not self._has_lines.is_set():
@@ -117,7 +117,7 @@ class UnblockedText(io.TextIOBase):
             time.sleep(GATHER_S)
             self._has_lines.clear()
             while not self.drain():
-                self._wait_for_room(1.0)
+                _has_room(self._fd, 1.0)
             if num_lost := self._num_lost:
                 self._num_lost -= num_lost
                 self._on_lost(num_lost)
@@ -125,10 +125,7 @@ class UnblockedText(io.TextIOBase):
     def _end(self) -> None:
         until = time.monotonic() + LAST_WORDS_S
         while not self.drain() and (left_s := until - time.monotonic()) > 0:
-            self._wait_for_room(left_s)
-
-    def _wait_for_room(self, limit_s: float) -> None:
-        _has_room(self._fd, limit_s)
+            _has_room(self._fd, left_s)
 
 
 def _way_into(out: TextIO) -> tuple[int, Callable[[bytes], int]]:
@@ -139,7 +136,7 @@ def _way_into(out: TextIO) -> tuple[int, Callable[[bytes], int]]:
     except (OSError, AttributeError):
 
         def put(data: bytes) -> int:
-            out.write(data.decode())
+            out.write(data.decode(out.encoding or "utf-8"))
             return len(data)
 
         return -1, put

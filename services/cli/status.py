@@ -68,8 +68,7 @@ def status_view(console: Console, *, is_transient: bool = False) -> Generator[St
     try:
         yield view
     finally:
-        with contextlib.suppress(OSError):
-            view.live.stop()
+        view.live.stop()
 
 
 class LineView:
@@ -115,9 +114,7 @@ class LiveView:
 
     def say(self, text: str) -> None:
         """See StatusView."""
-        # A terminal that was closed must not keep us from ending in order.
-        with contextlib.suppress(OSError):
-            self._console.print(Text(text), soft_wrap=True)
+        self._console.print(Text(text), soft_wrap=True)
 
     def _table(self) -> Table:
         table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TextIO
 
 import pytest
@@ -74,6 +75,13 @@ def test_what_there_is_room_for_is_written_at_once(ends: tuple[int, TextIO]) -> 
     out.gather("first")
     out.write("second\n")
     assert read_until(reading, lambda text: text.count("\n") == 2) == "first\nsecond\n"
+
+
+def test_a_long_line_is_in_a_file_at_once(tmp_path: Path) -> None:
+    """Whole: a process that has said why it fails may end before a thread runs."""
+    with (tmp_path / "log").open("w", encoding="latin-1") as file:
+        UnblockedText(file).write("\xe9" * 5 * MAX_WRITE)
+        assert (tmp_path / "log").read_bytes() == b"\xe9" * 5 * MAX_WRITE
 
 
 def test_what_is_beyond_the_room_is_lost_and_counted(ends: tuple[int, TextIO]) -> None:
