@@ -1,15 +1,15 @@
 """Text on one side, token ids on the other: the tokenizer and chat template of the served model,
 loaded once.
 
-Small texts are handled in place; large ones on a thread (the tokenizer releases the GIL), so that
-one long prompt does not hold up the streams of all others. Knows no requests; decoding of answers
-is in ``detokenizer.py``.
+Small texts are handled in place; large ones on a thread, so that one long prompt does not hold up
+the streams of all others. Knows no requests; decoding of answers is in ``detokenizer.py``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +38,9 @@ MAX_OFFLOADED = 256
 _NUM_THREADS = 2
 _MARK = re.compile(r"<[\w/|-]+>", re.ASCII)
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+# Batches are computed by the thread that asks, not by some of the library's own.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 T = TypeVar("T")
 
@@ -126,8 +129,9 @@ class TextModel:
         """Return the ids of each of some texts, likewise."""
 
         def run() -> list[list[int]]:
-            encode = self._tokenizer.encode
-            return [encode(text, add_special_tokens=add_special_tokens).ids for text in texts]
+            # For batches alone does the library release the GIL.
+            encode = self._tokenizer.encode_batch_fast
+            return [encode([text], add_special_tokens=add_special_tokens)[0].ids for text in texts]
 
         return await self.offload(run, sum(map(len, texts)))
 
@@ -164,9 +168,9 @@ class TextModel:
                 tools=tools,
             )
 
-        size = sum(len(str(message.get("content") or "")) + 16 for message in messages)
         # What a client's template costs, nobody knows: not on the loop.
-        return await self.offload(run, size if template is None else INLINE_CHARS + 1)
+        size = _size([messages, tools, arguments]) if template is None else INLINE_CHARS + 1
+        return await self.offload(run, size)
 
     def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Return the token sequences of words as vLLM takes them: as at the beginning of a text,
@@ -194,8 +198,8 @@ class TextModel:
         """Return the text of each of some lists of ids, likewise."""
 
         def run() -> list[str]:
-            decode = self._tokenizer.decode
-            return [decode(list(ids), skip_special_tokens=skip_special) for ids in prompts]
+            lists = list(map(list, prompts))
+            return self._tokenizer.decode_batch(lists, skip_special_tokens=skip_special)
 
         return await self.offload(run, sum(map(len, prompts)))
 
@@ -254,6 +258,21 @@ class TextModel:
             return await asyncio.get_running_loop().run_in_executor(self._threads, run)
         finally:
             self._num_offloaded -= 1
+
+
+def _size(value: object) -> int:
+    """Return about how many characters a JSON value has; of a large one only that it is large."""
+    parts, size = [value], 0
+    while parts and size <= INLINE_CHARS:
+        part = parts.pop()
+        if isinstance(part, str):
+            size += len(part)
+        elif isinstance(part, Mapping):
+            parts += cast("Mapping[str, object]", part).values()
+        elif isinstance(part, Sequence):
+            parts += cast("Sequence[object]", part)
+        size += 8
+    return size
 
 
 def _marks(tokenizer: Tokenizer) -> frozenset[str]:
