@@ -38,7 +38,7 @@ MAX_LOGIT_BIAS = 300
 MAX_BAD_WORDS = 256
 MAX_LOGPROBS = 20
 MAX_LABEL_CHARS = 128
-MAX_RENDERED_CHARS = 1 << 20
+MAX_RENDERED_CHARS = MAX_BODY_BYTES
 MAX_TEMPLATE_ARGUMENTS = 16
 MAX_TEMPLATE_CHARS = 1 << 16
 MAX_TIMEOUT_S = 86_400.0
@@ -252,10 +252,18 @@ def checked_prompt(token_ids: Sequence[int], model: ServedModel, *, param: str) 
 def context_length_exceeded(
     model: ServedModel, num_prompt_tokens: int, max_tokens: int, *, param: str
 ) -> InvalidRequest:
-    """The error that agent frameworks look for, with the numbers that let them shorten their
-    prompt. Its sentence holds its code, because langchain looks for that there."""
+    """The error that agents look for, with the numbers that let them shorten their prompt or their
+    answer, and go on: first in Anthropic's words, by which Claude Code knows it, then in OpenAI's.
+    Its sentence holds its code, because langchain looks for that there."""
+    most = model.max_model_len
+    said = (
+        f"prompt is too long: {num_prompt_tokens} tokens > {most - 1} maximum"
+        if num_prompt_tokens >= most
+        else "input length and `max_tokens` exceed context limit: "
+        f"{num_prompt_tokens} + {max_tokens} > {most}"
+    )
     return InvalidRequest(
-        f"This model's maximum context length is {model.max_model_len} tokens. However, you "
+        f"{said}. This model's maximum context length is {most} tokens. However, you "
         f"requested {num_prompt_tokens + max_tokens} tokens ({num_prompt_tokens} in the prompt, "
         f"{max_tokens} for the completion). Please reduce the length of the prompt or of the "
         "completion (context_length_exceeded).",

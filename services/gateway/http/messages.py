@@ -84,8 +84,12 @@ def error_response(
 
 
 def too_large() -> TooLarge:
-    """The error for a body over its limit."""
-    return TooLarge(f"the body is larger than {limits.MAX_BODY_BYTES} bytes", code="body_too_large")
+    """The error for a body over its limit; agents know by its first words that it is their turn to
+    shorten the conversation."""
+    return TooLarge(
+        f"prompt is too long: the body is larger than {limits.MAX_BODY_BYTES} bytes",
+        code="body_too_large",
+    )
 
 
 def bad_http() -> InvalidRequest:

@@ -156,7 +156,8 @@ class ChatTemplate:
                 room -= len(piece)
                 if room < 0:
                     raise InvalidRequest(
-                        f"the rendered messages are longer than {self._max_chars} characters",
+                        "prompt is too long: the rendered messages have more than "
+                        f"{self._max_chars} characters",
                         param="messages",
                         code="context_length_exceeded",
                     )

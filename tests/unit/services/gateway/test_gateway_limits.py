@@ -50,13 +50,17 @@ def test_completions_default_is_cut_to_the_room_there_is() -> None:
 
 
 def test_asking_for_more_than_the_context_tells_the_numbers() -> None:
-    """The error has the code and the numbers that frameworks look for."""
+    """The error has the code, the words and the numbers that agents look for."""
     with pytest.raises(InvalidRequest) as caught:
         resolve(SamplingForm(max_tokens=55, max_tokens_param="max_completion_tokens"))
     error = caught.value
     assert (error.code, error.param) == ("context_length_exceeded", "max_completion_tokens")
     for words in ("64 tokens", "65 tokens", "10 in the prompt", "55 for the completion"):
         assert words in error.message
+    # Claude Code asks for a shorter answer by these numbers.
+    assert "input length and `max_tokens` exceed context limit: 10 + 55 > 64." in error.message
+    with pytest.raises(InvalidRequest, match=r"^prompt is too long: 64 tokens > 63 maximum"):
+        limits.checked_prompt([1] * 64, MODEL, param="prompt")
 
 
 def test_customary_ways_to_say_off() -> None:
