@@ -63,7 +63,8 @@ class Reservations:
         self._handle = handle
         self._joined = joined
         self._on_change = on_change
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._timer_at = 0.0  # uvloop's handles do not tell, if it is within half a millisecond
         self.receiver: KvReceiver | None = None
         self.pusher: Pusher | None = None
 
@@ -159,9 +160,10 @@ class Reservations:
         if at is None or at == float("inf"):
             return
         if self._timer is not None:
-            if self._timer.when() <= at:
+            if self._timer_at <= at:
                 return
             self._timer.cancel()
+        self._timer_at = at
         self._timer = asyncio.get_running_loop().call_at(at, self._tick)
 
     def _tick(self) -> None:
