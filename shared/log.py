@@ -44,7 +44,7 @@ ALLOWED_FIELDS = frozenset({
     "num_running", "num_waiting", "num_blocks", "free_blocks", "block_size", "num_peers", "part",
     "num_workers", "num_frames", "num_layers", "num_restarts", "num_bytes", "body_bytes", "count",
     "limit", "lag_s", "seconds", "limit_s", "wait_s", "queue_s", "silence_s", "step_s", "drain_s",
-    "uptime_s", "retry_after_s", "ttft_s", "gb_per_s", "gbytes_per_s",
+    "uptime_s", "retry_after_s", "ttft_s", "gb_per_s", "mbytes_per_s",
     # what a machine can do
     "file", "other", "saturating_tokens", "tokens_per_s", "message_us", "interference",
     # a GPU's memory, and the steps recorded on it

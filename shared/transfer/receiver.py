@@ -26,6 +26,7 @@ from shared.transfer.effects import (
     SendReply,
     VerifyAndPlace,
 )
+from shared.transfer.flow import Flow
 from shared.transfer.machine import RECEIVER_TABLE, Machine, ReceiverEvent, ReceiverState
 from shared.transfer.messages import (
     Abort,
@@ -38,7 +39,7 @@ from shared.transfer.messages import (
     Span,
     StopSending,
 )
-from shared.transfer.plan import MAX_FRAMES, Frame, FrameRule, plan_frames
+from shared.transfer.plan import MAX_FRAMES, Frame, plan_frames
 
 _LIVE = (ReceiverState.RESERVED, ReceiverState.RECEIVING, ReceiverState.COMMITTED)
 _SETTLING = (ReceiverState.ABORTING, ReceiverState.QUARANTINED)
@@ -56,7 +57,7 @@ class Receiver:
         self,
         grant: Grant,
         link: LinkId,
-        rule: FrameRule,
+        flow: Flow,
         num_tokens: int,
         *,
         window: int,
@@ -69,7 +70,7 @@ class Receiver:
         self.key = grant.key
         self.grant = grant
         self.link = link
-        self._rule = rule
+        self._flow = flow
         self._num_tokens = num_tokens
         self._is_prefix = is_prefix
         self._window = window
@@ -127,10 +128,13 @@ class Receiver:
     def deadline_at(self) -> float | None:
         """When ``tick`` has something to say."""
         if self.state in _SETTLING:
-            return self._progress_at + self._timing.settle_s
-        if self.state in _LIVE and self._posted:
-            return self._progress_at + self._timing.stall_s
-        return None
+            patience_s = self._timing.settle_s
+        elif self.state in _LIVE and self._posted:
+            patience_s = self._timing.stall_s
+        else:
+            return None
+        frames = map(self._frames.__getitem__, self._posted)
+        return self._flow.waits_until(self._progress_at, patience_s, frames)
 
     # --- events of the peer ---
 
@@ -147,7 +151,7 @@ class Receiver:
                 f"and end by {self._num_tokens}"
             )
         frames = plan_frames(
-            self._rule,
+            self._flow.rule,
             span.start,
             span.stop,
             skip=self.grant.skip_tokens,
@@ -243,6 +247,7 @@ class Receiver:
         slot = self._posted.pop(frame_idx, None)
         if slot is None:
             raise LocalProtocolError(f"frame {frame_idx} settled without being posted")
+        self._flow.moved(now)
         if self.state in _LIVE and error is None:
             self._machine.step(ReceiverEvent.FRAME_ARRIVED)
             self._progress_at = now

@@ -34,6 +34,7 @@ from shared.transfer.effects import (
     ReceiverTiming,
     SendReply,
 )
+from shared.transfer.flow import Flow
 from shared.transfer.machine import ReceiverState
 from shared.transfer.messages import (
     Abort,
@@ -113,7 +114,7 @@ class Receivers:
         self._random_bytes = random_bytes
         self._epoch = 0
         self._free_slots = list(range(num_slots))
-        self._links: dict[LinkId, tuple[Incarnation, FrameRule]] = {}
+        self._links: dict[LinkId, tuple[Incarnation, Flow]] = {}
         self._waiting: dict[TransferKey, OpenWaiting] = {}
         self._ended: dict[TransferKey, MeshError] = {}  # before their open came; oldest first
         self._receivers: dict[TransferKey, Receiver] = {}
@@ -128,7 +129,7 @@ class Receivers:
 
     def link_up(self, link: LinkId, source: Incarnation, rule: FrameRule) -> None:
         """A source has connected; ``rule`` is what the handshake agreed on."""
-        self._links[link] = (source, rule)
+        self._links[link] = (source, Flow(rule, self._num_slots))
 
     def link_lost(self, link: LinkId, error: MeshError, now: float) -> list[ReceiverEffect]:
         """A pair is gone: its opens are forgotten and its transfers end with ``error``; with the

@@ -27,6 +27,7 @@ from shared.transfer.effects import (
     SenderTiming,
     SendMessage,
 )
+from shared.transfer.flow import Flow
 from shared.transfer.machine import SENDER_TABLE, Machine, SenderEvent, SenderState
 from shared.transfer.messages import (
     Abort,
@@ -41,7 +42,7 @@ from shared.transfer.messages import (
     StopSending,
     TransferKey,
 )
-from shared.transfer.plan import MAX_FRAMES, Frame, FrameRule, PushMode, plan_frames
+from shared.transfer.plan import MAX_FRAMES, Frame, PushMode, plan_frames
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +66,7 @@ class Sender:
         self,
         key: TransferKey,
         link: LinkId,
-        rule: FrameRule,
+        flow: Flow,
         num_tokens: int,
         timing: SenderTiming,
         effects: list[SenderEffect],
@@ -76,7 +77,7 @@ class Sender:
         self.key = key
         self.is_prefix = is_prefix
         self.link = link
-        self._rule = rule
+        self._flow = flow
         self._num_tokens = num_tokens
         self._timing = timing
         self._effects = effects
@@ -88,7 +89,7 @@ class Sender:
         self._peer_slots: list[int] = []  # the sink's, one a credited frame
         self._next_frame = 0
         self._acked = 0
-        self._in_flight: dict[int, int] = {}  # frame index -> slot
+        self._in_flight: dict[int, tuple[int, float]] = {}  # frame index -> slot, sent at
         self._commit_token: int | None = None
         self._error: MeshError | None = None
         self._is_needed = True
@@ -138,7 +139,7 @@ class Sender:
     @property
     def slots_in_use(self) -> list[int]:
         """Staging slots that hold a frame of this transfer."""
-        return list(self._in_flight.values())
+        return [slot for slot, _ in self._in_flight.values()]
 
     @property
     def can_send(self) -> bool:
@@ -153,17 +154,22 @@ class Sender:
             case SenderState.OPENING | SenderState.WITHDRAWING:
                 return self._progress_at + self._timing.open_s
             case SenderState.PUSHING | SenderState.COMMITTING:
-                is_owed = (
-                    self._in_flight
-                    or self._acked < self._next_frame
+                if self._in_flight:
+                    return self._sends_until(self._timing.stall_s)
+                is_owed = not self.can_send and (
+                    self._acked < self._next_frame
                     or self.state is SenderState.COMMITTING
                     or (self._is_written and self._next_frame >= self._credit)
                 )
                 return self._progress_at + self._timing.stall_s if is_owed else None
             case SenderState.FINISHING | SenderState.ABORTING:
-                return self._progress_at + self._timing.settle_s
+                return self._sends_until(self._timing.settle_s)
             case _:
                 return None
+
+    def _sends_until(self, patience_s: float) -> float:
+        frames = map(self._frames.__getitem__, self._in_flight)
+        return self._flow.waits_until(self._progress_at, patience_s, frames)
 
     @property
     def _credit(self) -> int:
@@ -341,9 +347,10 @@ class Sender:
             raise LocalProtocolError("a slot was given to a transfer that cannot send")
         frame = self._frames[self._next_frame]
         self._next_frame += 1
-        if not self._in_flight and self._acked == frame.idx:
+        if not self._in_flight:
             self._progress_at = now  # nobody owed anything until now
-        self._in_flight[frame.idx] = slot
+        self._in_flight[frame.idx] = slot, now
+        self._flow.num_in_flight += 1
         self._effects.append(
             GatherAndSend(
                 self.key,
@@ -360,10 +367,14 @@ class Sender:
     def send_settled(self, frame_idx: int, error: MeshError | None, now: float) -> int:
         """A send will not touch its slot again; returns that slot. error: it did not go through."""
         self._machine.step(SenderEvent.SEND_SETTLED)
-        slot = self._in_flight.pop(frame_idx, None)
-        if slot is None:
+        sent = self._in_flight.pop(frame_idx, None)
+        if sent is None:
             raise LocalProtocolError(f"frame {frame_idx} settled without being sent")
+        slot, sent_at = sent
+        self._flow.num_in_flight -= 1
+        self._flow.moved(now)
         if error is None:
+            self._flow.crossed(now - sent_at)
             self._made_progress(now)
         elif self.state in (SenderState.PUSHING, SenderState.COMMITTING):
             self.gave_up(error, now)
@@ -390,13 +401,13 @@ class Sender:
 
     def _computed(self, span: _SpanState) -> None:
         span.is_computed = True
-        span.num_ready = self._rule.layout.num_layers
+        span.num_ready = self._flow.rule.layout.num_layers
 
     def _announce(self, span: _SpanState) -> None:
         grant = self._grant
         assert grant is not None
         frames = plan_frames(
-            self._rule,
+            self._flow.rule,
             span.start,
             span.stop,
             skip=grant.skip_tokens,

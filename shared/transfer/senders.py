@@ -3,7 +3,8 @@
 Staging slots are few and shared. A transfer that can send queues for one slot at a time, so slots
 go round all transfers and none waits forever: a slot is held only by a frame for which the sink has
 posted a receive, so it comes home without help from any other transfer. Prefixes that other workers
-pull have at most half of the slots at a time: prompts' KV, for which clients wait, goes first.
+pull have at most half of the slots at a time: prompts' KV, for which clients wait, goes first. Over
+a slow link few frames go at once (``flow.py``).
 
     slots = free + in flight          (``check_integrity``)
 
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from shared.errors import InvariantViolated, LocalProtocolError, MeshError, RemoteProtocolError
 from shared.ids import TransferId
 from shared.transfer.effects import SenderEffect, SenderTiming
+from shared.transfer.flow import Flow
 from shared.transfer.messages import (
     Ack,
     Credit,
@@ -57,7 +59,7 @@ class Senders:
         self._free_slots = list(range(num_slots))
         self._most_prefix_slots = max(1, num_slots // 2)
         self._num_prefix_slots = 0
-        self._rules: dict[LinkId, FrameRule] = {}
+        self._flows: dict[LinkId, Flow] = {}
         self._senders: dict[TransferKey, Sender] = {}
         self._by_id: dict[tuple[LinkId, TransferId], Sender] = {}
         self._queue: OrderedDict[TransferKey, Sender] = OrderedDict()
@@ -70,11 +72,11 @@ class Senders:
 
     def link_up(self, link: LinkId, rule: FrameRule) -> None:
         """A pair is ready; ``rule`` is what its handshake agreed on."""
-        self._rules[link] = rule
+        self._flows[link] = Flow(rule, self._num_slots)
 
     def link_lost(self, link: LinkId, error: MeshError, now: float) -> list[SenderEffect]:
         """A pair is gone: all its transfers end, each with ``error``."""
-        self._rules.pop(link, None)
+        self._flows.pop(link, None)
         for sender in [sender for sender in self._senders.values() if sender.link == link]:
             sender.peer_lost(error, now)
             self._settle(sender)
@@ -95,11 +97,11 @@ class Senders:
 
         Raises LocalProtocolError: no such link, or this attempt has one.
         """
-        if key in self._senders or link not in self._rules:
+        if key in self._senders or link not in self._flows:
             raise LocalProtocolError("a transfer needs a live link, once per attempt")
-        rule = self._rules[link]
+        flow = self._flows[link]
         sender = Sender(
-            key, link, rule, num_tokens, self._timing, self._effects, is_prefix=is_prefix
+            key, link, flow, num_tokens, self._timing, self._effects, is_prefix=is_prefix
         )
         self._senders[key] = sender
         sender.open(now)
@@ -218,7 +220,7 @@ class Senders:
         sender = self._senders.get(key)
         if sender is None or sender.is_ended:
             return []
-        rule = self._rules[sender.link]
+        rule = self._flows[sender.link].rule
         return plan_frames(rule, start, stop, skip=sender.skip_tokens, first_idx=0)
 
     def statistics(self) -> SenderStatistics:
@@ -279,7 +281,8 @@ class Senders:
             self.next_tick_at = deadline_at
 
     def _may_have_slot(self, sender: Sender) -> bool:
-        return not sender.is_prefix or self._num_prefix_slots < self._most_prefix_slots
+        is_over_prefixes = sender.is_prefix and self._num_prefix_slots >= self._most_prefix_slots
+        return not is_over_prefixes and not self._flows[sender.link].is_full
 
     def _take(self, now: float) -> list[SenderEffect]:
         held_back: list[Sender] = []

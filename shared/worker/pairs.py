@@ -48,6 +48,11 @@ _log = structlog.get_logger(__name__)
 
 MAX_WARM = 32
 
+NO_WORD = (
+    f"no word of the handshake for {HANDSHAKE_S:g} s: the other worker is busy or cut off, or test "
+    "frames are lost on UCX's connection (a firewall, or a path that drops packets of its own MTU)"
+)
+
 
 class PairTable:
     """All pairs of this worker. ``run`` owns every task.
@@ -172,7 +177,7 @@ class PairTable:
         except MeshError as failure:
             error = failure
         except TimeoutError:
-            error = WorkerLost(f"no handshake within {HANDSHAKE_S:g} s")
+            error = WorkerLost(NO_WORD)
         del self._calls[peer.incarnation]
         note = _log.warning if isinstance(error, IncompatiblePeer) else _log.info
         note("pair lost", peer=str(peer.address), error=error.message, code=error.code)
@@ -187,7 +192,7 @@ class PairTable:
             open_stream(channel, TRANSFER_PAIR) as stream,
         ):
             await self._handshake.say_hello(stream)
-            terms = await self._handshake.hear_hello(stream)
+            terms = await self._handshake.hear_hello(stream, patience)
             if terms.peer != peer.incarnation:
                 raise WorkerLost("another worker lives at this address now")
             return await self._live(stream, terms, str(peer.address), patience, is_ours=True)
@@ -197,7 +202,7 @@ class PairTable:
         try:
             async with asyncio.timeout(HANDSHAKE_S) as patience:
                 try:
-                    terms = await self._handshake.hear_hello(stream)
+                    terms = await self._handshake.hear_hello(stream, patience)
                 except MeshError as error:
                     self._note_refusal(error)
                     raise
@@ -214,7 +219,7 @@ class PairTable:
                 _log.info("pair lost", peer=name, error=error.message, code=error.code)
                 raise error
         except TimeoutError:
-            raise RemoteProtocolError(f"no handshake within {HANDSHAKE_S:g} s") from None
+            raise RemoteProtocolError(NO_WORD) from None
 
     async def _live(
         self,
@@ -239,10 +244,10 @@ class PairTable:
             link = PairLink(LinkId(self._next_link), terms, name, endpoint)
             for is_out in (is_ours, not is_ours):  # who has dialled is the source first
                 if is_out and terms.goes_out:
-                    await self._handshake.try_out(stream, link)
+                    await self._handshake.try_out(stream, link, patience)
                 elif not is_out and terms.comes_in:
                     assert self._sink is not None
-                    await self._handshake.try_in(stream, link, self._sink)
+                    await self._handshake.try_in(stream, link, self._sink, patience)
             self._require_running()  # still
             patience.reschedule(None)
             if link.lost is not None:
@@ -269,7 +274,7 @@ class PairTable:
             peer=link.name,
             lane=link.lane_out or link.lane_in,
             mode="windows" if link.windows or link.offered else "messages",
-            gbytes_per_s=round(link.bytes_per_s / 1e9, 2),
+            mbytes_per_s=round(link.bytes_per_s / 1e6, 2),
         )
         error: MeshError = WorkerLost("the other worker is gone")
         try:

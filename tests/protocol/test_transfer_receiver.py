@@ -376,7 +376,7 @@ def test_what_does_not_settle_closes_the_pair():
     end.abort()
     assert end.later(4.9) == []
     for _ in range(2):
-        (close,) = end.later(5.0)
+        (close,) = end.later(5.01)
         assert isinstance(close, CloseLink)
     assert end.core.is_live(KEY)
     end.core.link_lost(LINK, GONE, end.now)
@@ -391,7 +391,7 @@ def test_a_frame_that_never_comes_fails_the_transfer():
     end.later(29.0)
     end.come(0)
     assert end.later(29.0) == []
-    assert kinds(end.later(1.0)) == ["StopSending", "ReportFailure", "QuarantineLease"]
+    assert kinds(end.later(1.01)) == ["StopSending", "ReportFailure", "QuarantineLease"]
 
 
 def test_nobody_waits_for_a_prompt_that_queues():

@@ -41,14 +41,20 @@ from shared.transfer.messages import (
 from shared.transfer.plan import FrameRule, PushMode
 from shared.transfer.senders import Senders
 
-LINK = LinkId(1)
+LINK, OTHER_LINK = LinkId(1), LinkId(2)
 KEY = TransferKey(RequestId(b"r" * 16), 0, LeaseToken(b"k" * 16))
 ID = TransferId(b"t" * 16)
+OTHER = TransferKey(RequestId(b"s" * 16), 0, LeaseToken(b"k" * 16))
+OTHER_ID = TransferId(b"u" * 16)
 LAYERS = 3
 RULE = FrameRule(
     layout=KvLayout(dtype="uint8", num_layers=LAYERS, num_kv_heads=1, head_dim=4),
     group_bytes=1,
     max_frame_bytes=64 + 64,
+)
+LARGE = FrameRule(
+    layout=KvLayout(dtype="uint8", num_layers=LAYERS, num_kv_heads=1, head_dim=1 << 17),
+    group_bytes=1,
 )
 GONE = WorkerLost("gone")
 
@@ -56,9 +62,9 @@ GONE = WorkerLost("gone")
 class End:
     """One sender core with time in its hand; every event returns what matters of its effects."""
 
-    def __init__(self, num_slots: int = 8) -> None:
+    def __init__(self, num_slots: int = 8, rule: FrameRule = RULE) -> None:
         self.core = Senders(num_slots=num_slots)
-        self.core.link_up(LINK, RULE)
+        self.core.link_up(LINK, rule)
         self.now = 100.0
 
     def begin(self, num_tokens: int = 4) -> list[Any]:
@@ -398,8 +404,65 @@ def test_a_stall_fails_the_transfer():
     end.later(9.0)
     end.say(Ack(ID, 1, done=False))
     assert end.later(9.0) == []
-    (effect,) = end.later(1.0)
+    (effect,) = end.later(1.01)
     assert effect.message.error.code == "stalled"
+
+
+def test_what_moves_over_the_link_shows_that_it_is_slow():
+    """A frame that waits behind those of another transfer is not lost; one behind none is."""
+    end = End().pushing(sent=1)
+    end.core.begin(OTHER, LINK, 4, end.now)
+    end.say(Grant(OTHER, OTHER_ID, 6, 2000, 0))
+    end.core.span_planned(OTHER, 0, 4, PushMode.LAYERWISE, end.now, is_cached=True)
+    end.say(credit(3, of=OTHER_ID))
+    for frame_idx in range(3):
+        assert end.later(9.0) == []
+        end.core.send_settled(OTHER, frame_idx, None, end.now)
+    assert end.later(9.0) == []
+    stopped, *_ = end.later(1.01)
+    assert stopped.message.error.code == "stalled"
+
+
+def test_a_transfer_that_waits_for_a_slot_is_not_stalled():
+    """However long others' frames take: nobody owes it anything."""
+    end = End(num_slots=1).pushing(sent=1)
+    end.core.begin(OTHER, LINK, 4, end.now)
+    end.say(Grant(OTHER, OTHER_ID, 6, 2000, 0))
+    end.core.span_planned(OTHER, 0, 4, PushMode.LAYERWISE, end.now, is_cached=True)
+    end.core.commit(OTHER, 7, end.now)
+    assert end.say(credit(3, of=OTHER_ID)) == []
+    assert end.later(9.9) == []
+    (sent,) = end.settle(0)
+    assert sent.key == OTHER
+    assert end.later(9.9) == []
+
+
+def test_a_large_frame_has_the_time_that_a_slow_link_takes():
+    """1 MiB at 1 Mbit/s takes 8 s more than a moment; so does one of an aborted transfer."""
+    end = End(rule=LARGE).pushing(sent=1)
+    assert end.later(17.9) == []
+    (effect,) = end.later(0.2)
+    assert effect.message.error.code == "stalled"
+    assert end.later(12.9) == []
+    (close,) = end.later(0.2)
+    assert isinstance(close, CloseLink)
+
+
+def test_few_frames_are_on_their_way_over_a_slow_link():
+    """Half as many after each that took more than 2 s, one more after each that took less than 1;
+    the slots are another link's meanwhile."""
+    end = End(num_slots=4).granted(num_tokens=16)
+    end.core.link_up(OTHER_LINK, RULE)
+    for start in range(0, 16, 4):
+        end.span(start, start + 4, is_cached=True)
+    num_sent = len(end.say(credit(12)))
+    assert num_sent == 4
+    num_then = []
+    for frame_idx, later_s in enumerate([2.1, 0.1, 0.1, 0.1, 0.1, 1.5, 0.1]):
+        end.now += later_s
+        num_then.append(len(end.settle(frame_idx)))
+    assert num_then == [0, 0, 0, 1, 2, 1, 1]
+    assert end.core.statistics().num_free_slots == 2
 
 
 def test_a_slow_step_is_no_stall():
@@ -428,7 +491,7 @@ def test_sends_that_do_not_settle_close_the_pair():
     end.give_up(TransferFailed("x"))
     assert end.later(4.9) == []
     for _ in range(2):
-        (close,) = end.later(5.0)
+        (close,) = end.later(5.01)
         assert isinstance(close, CloseLink)
 
 

@@ -18,6 +18,8 @@ from shared.profile.machine import MachineProfile
 from shared.rpc.heartbeat_stream import MAX_OUTBOX, HeartbeatStream
 from shared.telemetry.moments import Moment
 from shared.transport.base import Outcome
+from shared.transport.pairing import FIRST_CANARY_BYTES
+from shared.worker.handshake import NUM_CANARIES
 from shared.worker.pusher import PushStats
 from tests.support.loopback import LoopbackFabric, LoopbackSettings, LoopbackTransport
 from tests.support.no_fence import take_fence_away
@@ -313,7 +315,7 @@ class FlippingTransport:
 @in_virtual_time
 async def test_damage_is_seen_before_it_is_placed(at: int, code: str):
     """One flipped bit in header or payload: the transfer fails on both ends, the next one works."""
-    fabric, canaries = LoopbackFabric(), 3
+    fabric, canaries = LoopbackFabric(), NUM_CANARIES
 
     async def open_transport() -> Any:
         return FlippingTransport(await fabric.open(), canaries + 2, at)
@@ -326,6 +328,20 @@ async def test_damage_is_seen_before_it_is_placed(at: int, code: str):
         await ends.prefill.push(LONG + 1)
         await ends.settled()
         ends.check_all_home()
+
+
+@pytest.mark.parametrize(("bytes_per_s", "latency_s"), [(125e3, 0.02), (1e6, 0.4), (1e9, 0.0)])
+@in_virtual_time
+async def test_a_slow_or_distant_link_makes_a_pair_too(bytes_per_s: float, latency_s: float):
+    """At 1 Mbit/s, over 0.8 s of round trip, and quickly: the first call makes it, and its speed is
+    known."""
+    settings = LoopbackSettings(bytes_per_s=bytes_per_s, latency_s=latency_s)
+    fabric = LoopbackFabric(settings)
+    async with running_ends(fabric.open, max_frame_bytes=8 << 20) as ends:
+        assert ends.network.num_dials == 1
+        (speed,) = ends.pairs.speeds.values()
+        took_s = FIRST_CANARY_BYTES / bytes_per_s + 4 * latency_s
+        assert FIRST_CANARY_BYTES / took_s / 2 < speed <= bytes_per_s
 
 
 @in_virtual_time

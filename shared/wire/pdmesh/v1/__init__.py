@@ -163,6 +163,7 @@ class CanaryResult(betterproto2.Message):
     seconds: "float" = betterproto2.field(2, betterproto2.TYPE_DOUBLE)
     tag: "int" = betterproto2.field(3, betterproto2.TYPE_FIXED64)
     lane: "str" = betterproto2.field(4, betterproto2.TYPE_STRING)
+    num_bytes: "int" = betterproto2.field(5, betterproto2.TYPE_UINT64)
 
 default_message_pool.register_message("pdmesh.v1", "CanaryResult", CanaryResult)
 
