@@ -6,6 +6,8 @@ import math
 from functools import cache
 from typing import Any, Literal, NamedTuple, get_type_hints
 
+from shared.address import is_host
+
 RoutingPolicyName = Literal[
     "conductor", "local", "least_loaded", "round_robin", "random", "splitwise", "p2c", "hash"
 ]
@@ -55,10 +57,18 @@ class OneOf:
         return "" if value in self.words else f"must be {', '.join(most)} or {last}"
 
 
+class Host:
+    """What a name of this machine may be; an empty one would be all of its addresses."""
+
+    def why_wrong(self, value: Any) -> str:
+        """See Between."""
+        return "" if is_host(value) else "must be an IP address or a host name"
+
+
 @cache
-def rules_of(kind: type) -> dict[str, Between | AboveZero | OneOf]:
+def rules_of(kind: type) -> dict[str, Between | AboveZero | OneOf | Host]:
     """Return what the fields of a record may be."""
     hints = get_type_hints(kind, include_extras=True)
     said = {name: getattr(hints[name], "__metadata__", ()) for name in hints}
-    kinds = (Between, AboveZero, OneOf)
+    kinds = (Between, AboveZero, OneOf, Host)
     return {name: one for name, all_ in said.items() for one in all_ if isinstance(one, kinds)}

@@ -19,6 +19,7 @@ from shared.bounds import (
     MOST_PLANNED,
     AboveZero,
     Between,
+    Host,
     OneOf,
     OverloadName,
     PlannerName,
@@ -59,7 +60,7 @@ class ServiceConfig:
     model: str = DEMO_MODEL
     """Model: a Hugging Face folder, a hub name, or 'demo' for the bundled one."""
 
-    host: str = "127.0.0.1"
+    host: Annotated[str, Host()] = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for other machines (read docs/security.md first)."""
 
     log_level: Annotated[str, OneOf("debug", "info", "warning", "error")] = "info"
@@ -117,7 +118,7 @@ class GatewayConfig(ServiceConfig):
     grpc_port: Annotated[int, PORT] = 8001
     """Port of the gRPC API; 0 = any free one."""
 
-    mesh_host: str = "127.0.0.1"
+    mesh_host: Annotated[str, Host()] = "127.0.0.1"
     """Address on which workers join: a door of its own, not the clients'."""
 
     mesh_port: Annotated[int, PORT] = MESH_PORT

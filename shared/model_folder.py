@@ -8,6 +8,7 @@ never opens weights, runs no code from the folder, and follows no symlink that l
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ def resolve_model(name_or_path: str) -> Path:
     Raises ModelError: there is no such folder, or the name can be neither downloaded nor found in
     the cache.
     """
-    path = Path(name_or_path).expanduser()
+    path = Path(os.path.expanduser(name_or_path))  # of an unknown user: as it is
     if path.is_dir():
         return path
     bundled = BUNDLED.get(name_or_path)

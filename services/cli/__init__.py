@@ -6,6 +6,7 @@ its limit, 130 = Ctrl-C. Every failure that the reader can mend is one line on s
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ __all__ = ["main"]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command (default: that of ``sys.argv``) and return the exit code."""
-    _open_closed_streams()
+    _ready_streams()
     try:
         from services.cli.app import run
 
@@ -24,11 +25,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _open_closed_streams() -> None:
+def _ready_streams() -> None:
     """Give streams that were closed (``>&-``) an end: Python has None for them, and the first
-    socket would take such a number, into which a child then writes its log."""
+    socket would take such a number, into which a child then writes its log. What a terminal cannot
+    show is written as an escape, and what is no text is refused, in whichever locale."""
     for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:
+        stream = getattr(sys, name)
+        if stream is None:
             nowhere = os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(nowhere, True)
             setattr(sys, name, os.fdopen(nowhere, "r" if name == "stdin" else "w"))
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="strict" if name == "stdin" else "backslashreplace")

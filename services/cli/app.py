@@ -119,12 +119,16 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; failures are told on stderr."""
     for name in [n for n in os.environ if n.startswith(PREFIX) and not os.environ[n].strip()]:
         del os.environ[name]  # empty = not set, as for the services themselves
+    given = sys.argv[1:] if arguments is None else arguments
     try:
-        code = app(arguments, exit_on_error=False, print_error=False)
+        "".join(given).encode()  # bytes that are no UTF-8 came as surrogates
+        code = app(given, exit_on_error=False, print_error=False)
         sys.stdout.flush()  # else a reader that has left is noticed when nobody can say so
     except CycloptsError as error:
         command = " ".join(["pdmesh", *(error.command_chain or ())])
         return _fail(f"{_wrong(error)} See `{command} --help`.", EXIT_BAD_CONFIG)
+    except (UnicodeEncodeError, UnicodeDecodeError) as error:
+        return _fail(f"arguments and input must be UTF-8 ({error})", EXIT_BAD_CONFIG)
     except InvalidRequest as error:
         return _fail(error.message, EXIT_BAD_CONFIG)
     except MeshError as error:

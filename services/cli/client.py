@@ -29,8 +29,11 @@ _GATEWAY: Final = Group("Gateway", sort_key=2)
 
 def require_url(url: str, flag: str = "--url") -> None:
     """Raise InvalidRequest, naming the flag, unless it is an HTTP URL."""
-    parts = urlsplit(url)
-    is_url = parts.scheme in ("http", "https") and bool(parts.netloc)
+    try:
+        parts = urlsplit(url)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # half an IPv6 address, or a port that is none
+        is_url = False
     require(is_url, f"{flag} must be http://host:port", param=flag.removeprefix("--"))
 
 

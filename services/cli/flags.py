@@ -8,7 +8,6 @@ import errno
 import functools
 import inspect
 import itertools
-import os
 import socket
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -20,6 +19,7 @@ from cyclopts import Group, Parameter, Token
 from services.gateway.front.auth import read_keys
 from services.gateway.front.quota import KeyLimits
 from shared import config
+from shared.address import parse_address
 from shared.config import (
     DecodeConfig,
     GatewayConfig,
@@ -126,22 +126,34 @@ def _read_size(_: Any, tokens: Sequence[Token]) -> int:
     return int(size)
 
 
-def require_free_port(host: str, port: int, flag: str) -> None:
-    """Raise CannotRun, naming the flag that helps, if a port that we shall listen on is taken."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def require_free_port(host: str, port: int, flag: str, *, host_flag: str = "--host") -> None:
+    """Raise CannotRun, naming the flag that helps, if we cannot listen at one of the addresses of
+    ``host``, or not on this port."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise CannotRun(
+            f"cannot listen on {host}, which cannot be looked up ({error.strerror}): give an "
+            f"address of this machine with {host_flag}"
+        ) from None
+    for family, kind, _, _, address in found:
         try:
-            probe.bind((host, port))
-            probe.listen(1)
+            with socket.socket(family, kind) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:  # which takes IPv4's port, too, unless told not to
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                probe.bind(address)
+                probe.listen(1)
         except OSError as error:
             remedies = {
                 errno.EADDRINUSE: f"choose another with {flag}, or end what holds it",
                 errno.EACCES: f"choose one above 1023 with {flag}",
             }
             raise CannotRun(
-                f"cannot listen on {host} port {port} ({os.strerror(error.errno or 0).lower()}): "
-                + remedies.get(error.errno or 0, "give an address of this machine with --host")
+                f"cannot listen on {address[0]} port {port} ({str(error.strerror).lower()}): "
+                + remedies.get(
+                    error.errno or 0, f"give another address of this machine with {host_flag}"
+                )
             ) from None
 
 
@@ -149,13 +161,15 @@ def require_free_ports(gateway: GatewayConfig, *, http_flag: str = "--http-port"
     """Raise CannotRun, naming the flag that helps, if a port of a gateway's doors is taken."""
     if not gateway.share_http_port:
         require_free_port(gateway.host, gateway.http_port, http_flag)
-    for host, first, flag in (
-        (gateway.host, gateway.grpc_port, "--grpc-port"),
-        (gateway.mesh_host, gateway.mesh_port, "--mesh-port"),
-        (gateway.host, gateway.process_port, "--process-port"),
+    metrics = parse_address(gateway.metrics_address or "127.0.0.1:0", param="metrics_address")
+    for host, first, flag, host_flag in (
+        (gateway.host, gateway.grpc_port, "--grpc-port", "--host"),
+        (gateway.mesh_host, gateway.mesh_port, "--mesh-port", "--mesh-host"),
+        (gateway.host, gateway.process_port, "--process-port", "--host"),
+        (metrics.host, metrics.port, "--metrics-address", "--metrics-address"),
     ):
         for port in range(first, first + (gateway.gateway_processes if first else 1)):
-            require_free_port(host, port, flag)
+            require_free_port(host, port, flag, host_flag=host_flag)
 
 
 def require_door_files(config: GatewayConfig) -> None:

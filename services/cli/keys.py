@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from services.cli.flags import CannotRun
 from services.gateway.front.auth import hash_key, new_key
 from services.gateway.front.quota import KeyLimits
 from shared.errors import InvalidRequest
@@ -78,12 +79,14 @@ def make_secret(
         sys.stdout.write(text)
     elif not (keep and out.exists()):
         # Whole or not at all: a service may be waiting to read it.
-        with tempfile.NamedTemporaryFile("w", dir=out.parent, prefix=".secret-") as file:
-            file.write(text)
-            file.flush()
-            try:
+        try:
+            with tempfile.NamedTemporaryFile("w", dir=out.parent, prefix=".secret-") as file:
+                file.write(text)
+                file.flush()
                 os.link(file.name, out)
-            except FileExistsError:
-                raise InvalidRequest(
-                    f"{out} is there already: --keep leaves it as it is", param="out"
-                ) from None
+        except FileExistsError:
+            raise InvalidRequest(
+                f"{out} is there already: --keep leaves it as it is", param="out"
+            ) from None
+        except OSError as error:
+            raise CannotRun(f"cannot write {out}: {str(error.strerror).lower()}") from None

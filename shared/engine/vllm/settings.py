@@ -7,6 +7,7 @@ not believe in other blocks or lengths than our scheduler. Knows no vLLM.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -115,7 +116,7 @@ def read_arguments(text: str) -> dict[str, Any]:
 
     Raises InvalidRequest: a part is no key=value, names what is ours, or is refused.
     """
-    path = Path(text).expanduser()
+    path = Path(os.path.expanduser(text))
     if text and "=" not in text:
         try:
             text = path.read_text(encoding="utf-8")

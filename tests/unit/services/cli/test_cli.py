@@ -30,6 +30,7 @@ from shared.config import DecodeConfig, GatewayConfig, PrefillConfig, ServiceCon
 from shared.settings import environment_of, read_config
 from tests.support.certificates import Authority
 from tests.support.house import ROOT
+from tests.support.stub_gateway import StubGateway
 
 SERVICES = [("gateway", GatewayConfig), ("prefill", PrefillConfig), ("decode", DecodeConfig)]
 
@@ -125,6 +126,8 @@ def test_a_child_reads_back_what_its_parent_wrote(config: ServiceConfig) -> None
 
 # --- errors ----------------------------------------------------------------------------------
 
+FREE_PORTS = "gateway --http-port 0 --grpc-port 0 --mesh-port 0"
+
 
 @pytest.mark.parametrize(
     ("command", "words", "code"),
@@ -179,6 +182,16 @@ def test_a_child_reads_back_what_its_parent_wrote(config: ServiceConfig) -> None
         ("bench ftp://x", "must be http://host:port", 2),
         ("bench grpc://nobody", "must be http://host:port", 2),
         ("bench http://127.0.0.1:9", "nothing answers", 1),
+        ("bench http://[::1", "must be http://host:port", 2),
+        ("doctor --gateway http://h:port", "--gateway must be http://host:port", 2),
+        ("up --host=", "--host must be an IP address or a host name", 2),
+        ("gateway --mesh-host [::1", "--mesh-host must be an IP address or a host name", 2),
+        ("up --port 0 --host no.such.invalid", "an address of this machine with --host", 1),
+        (f"{FREE_PORTS} --mesh-host 203.0.113.1", "with --mesh-host", 1),
+        (f"{FREE_PORTS} --metrics-address no.such.invalid:1", "with --metrics-address", 1),
+        ("up --model ~nobody-of-that-name/model", "there is no model folder ~nobody", 1),
+        ("secret --out /no/such/folder/secret", "cannot write /no/such/folder/secret", 1),
+        ("explain \udcfc", "must be UTF-8", 2),
     ],
 )
 def test_what_the_user_can_mend_is_one_line_with_a_remedy(
@@ -215,6 +228,29 @@ def test_an_empty_prompt_is_no_question(
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
     assert main(["generate", *arguments, "--url", "http://127.0.0.1:1"]) == 2
     assert "the prompt is empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_what_is_piped_in_another_encoding_is_refused(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In every locale: C's would have let it through, as half characters."""
+    piped = io.TextIOWrapper(io.BytesIO(b"Gr\xfc\xdfe"), "utf-8", errors="surrogateescape")
+    monkeypatch.setattr(sys, "stdin", piped)
+    with StubGateway({"/v1/models": {"data": []}}) as gateway:
+        assert main([command, "--url", gateway.url]) == 2
+    assert "input must be UTF-8" in capsys.readouterr().err
+
+
+def test_a_terminal_that_cannot_show_a_character_gets_an_escape(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An answer, or a mark of ``pdmesh doctor``, ended in a traceback there."""
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, "latin-1"))
+    assert main(["version"]) == 0
+    print("\u2713 \xfc", flush=True)
+    assert shown.getvalue().endswith(b"\\u2713 \xfc\n")
 
 
 def test_a_family_that_is_not_served_is_told_first(
@@ -426,10 +462,11 @@ def test_the_grpc_port_follows_the_http_port(
     """--port 9000 means 9000 and 9001, and each is checked under its own flag."""
     checked: list[tuple[int, str]] = []
     monkeypatch.setattr(
-        "services.cli.flags.require_free_port", lambda _, port, flag: checked.append((port, flag))
+        "services.cli.flags.require_free_port",
+        lambda _, port, flag, **flags: checked.append((port, flag)),
     )
     env = plan_mesh(config, {}).services[0].env
-    others = [(0, "--mesh-port"), (0, "--process-port")]
+    others = [(0, "--mesh-port"), (0, "--process-port"), (0, "--metrics-address")]
     assert checked == [(ports[0], "--port"), (ports[1], "--grpc-port"), *others]
     assert (env["PDMESH_HTTP_PORT"], env["PDMESH_GRPC_PORT"]) == tuple(map(str, ports))
 
