@@ -15,7 +15,7 @@ from services.gateway.front.answers import TokenCounts
 from services.gateway.http.bodies import Receipt
 from services.gateway.http.item_answers import Item, ItemFormat, NamedEvent, encode
 from services.gateway.http.openai_answers import AnswerHead
-from services.gateway.http.responses_forms import ResponsesBody, sealed
+from services.gateway.http.responses_forms import ResponsesBody, sealed, spaced
 from services.gateway.http.tool_answers import AnswerParser
 from services.gateway.text.text_model import TextModel
 from shared.errors import MeshError
@@ -52,13 +52,15 @@ class OutputMessage(msgspec.Struct, kw_only=True):
 
 
 class OutputCall(msgspec.Struct, kw_only=True):
-    """A call of a tool that the model asks for. arguments: a JSON object as text."""
+    """A call of a tool that the model asks for. arguments: a JSON object as text. namespace: that
+    of the function, if it was offered in one."""
 
     id: str
     type: Literal["function_call"] = "function_call"
     status: Status
     call_id: str
     name: str
+    namespace: str | UnsetType = UNSET
     arguments: str
 
 
@@ -233,6 +235,11 @@ class ResponsesFormat(ItemFormat):
         super().__init__(head, text, new_parser)
         self._seals = seals
         self._response = response
+        self._spaced = {
+            spaced(space.name or "", one.name or ""): (one.name or "", space.name or "")
+            for space in response.tools
+            for one in space.tools or ()
+        }
         self._output: list[OutputItem] = []
         self._num_events = 0
 
@@ -262,7 +269,8 @@ class ResponsesFormat(ItemFormat):
         text = item.text
         if item.kind == "call":
             where = self._place("response.function_call_arguments.done", item)
-            yield ArgumentsEvent(**where, name=item.name, arguments=text)
+            name, _ = self._named(item)
+            yield ArgumentsEvent(**where, name=name, arguments=text)
         else:
             yield self._text_event("done", item, text=text)
             yield self._part_event("done", item, text)
@@ -322,9 +330,18 @@ class ResponsesFormat(ItemFormat):
                     shown.encrypted_content = sealed(text)
                 return shown
             case "call":
+                function, space = self._named(item)
                 return OutputCall(
-                    id=name, status=status, call_id=item.id, name=item.name, arguments=text
+                    id=name,
+                    status=status,
+                    call_id=item.id,
+                    name=function,
+                    namespace=space,
+                    arguments=text,
                 )
+
+    def _named(self, call: Item) -> tuple[str, str | UnsetType]:
+        return self._spaced.get(call.name, (call.name, UNSET))
 
     def _number(self) -> int:
         self._num_events += 1

@@ -101,6 +101,7 @@ class InputItem(msgspec.Struct):
     id: str | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: str | None = None
     output: str | list[ItemPart] | None = None
     summary: list[ItemPart] | None = None
@@ -108,13 +109,15 @@ class InputItem(msgspec.Struct):
 
 
 class FlatTool(msgspec.Struct):
-    """One tool; functions are all there are. strict: not by itself, as OpenAI's are."""
+    """One tool: a function, or a namespace that has some. strict: not by itself, as OpenAI's are.
+    tools: of a namespace."""
 
-    type: Annotated[str, fields.rule(const="function")]
+    type: Annotated[str, fields.rule(enum=["function", "namespace"])]
     name: Annotated[str | None, fields.rule(type="string")] = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    tools: list[FlatTool] | UnsetType | None = UNSET
 
 
 class FlatChoice(msgspec.Struct):
@@ -195,15 +198,13 @@ def chat_of_input(body: ResponsesBody) -> tuple[ChatBody, Places]:
             "tool_choice.function": "tool_choice",
         }
     )
-    for index in range(len(body.tools or ())):
-        places.put(f"tools[{index}].function", f"tools[{index}]")
     choice = body.tool_choice
     chat = ChatBody(
         **{name: getattr(body, name) for name in _OF_CHATS},
         reasoning_effort=effort,
         messages=[*lead, *_messages(body.input, places, len(lead))],
         max_completion_tokens=body.max_output_tokens,
-        tools=None if body.tools is None else _tools(body.tools),
+        tools=None if body.tools is None else _tools(body.tools, places),
         tool_choice=_choice(choice) if isinstance(choice, FlatChoice) else choice,
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=_format(body.text),
@@ -227,18 +228,33 @@ def _choice(choice: FlatChoice) -> NamedTool:
     return NamedTool(NamedFunction(choice.name))
 
 
-def _tools(tools: list[FlatTool]) -> list[ToolBody]:
+def spaced(namespace: str, name: str) -> str:
+    """Return what the model calls a function of a namespace, as agents name those of MCP."""
+    return f"{namespace}__{name}"
+
+
+def _tools(tools: list[FlatTool], places: Places) -> list[ToolBody]:
+    """places: learns where each stood."""
     made: list[ToolBody] = []
-    for index, tool in enumerate(tools):
-        if tool.type != "function":
+
+    def add(tool: FlatTool, place: str, namespace: str = "") -> None:
+        has_own = tool.type == "namespace" and not namespace
+        if tool.type != "function" and not has_own:
             raise unsupported(
-                f"tools[{index}].type", "must be function: no tool of ours runs here, only yours"
+                f"{place}.type", "must be function: no tool of ours runs here, only yours"
             )
         if tool.name is None:
-            raise limits.refusal(f"tools[{index}].name", "is required")
-        made.append(
-            ToolBody(FunctionBody(tool.name, tool.description, tool.parameters, tool.strict))
-        )
+            raise limits.refusal(f"{place}.name", "is required")
+        if has_own:
+            for index, one in enumerate(tool.tools or ()):
+                add(one, f"{place}.tools[{index}]", tool.name)
+            return
+        places.put(f"tools[{len(made)}].function", place)
+        name = spaced(namespace, tool.name) if namespace else tool.name
+        made.append(ToolBody(FunctionBody(name, tool.description, tool.parameters, tool.strict)))
+
+    for index, tool in enumerate(tools):
+        add(tool, f"tools[{index}]")
     return made
 
 
@@ -284,7 +300,8 @@ def _call(item: InputItem, place: str) -> Message:
     for name in ("call_id", "name"):
         if not getattr(item, name):
             raise limits.refusal(f"{place}.{name}", "is required")
-    function = CalledFunction(item.name or "", item.arguments or "{}")
+    name = spaced(item.namespace, item.name or "") if item.namespace else item.name or ""
+    function = CalledFunction(name, item.arguments or "{}")
     return Message("assistant", tool_calls=[MessageCall(item.call_id or "", function)])
 
 

@@ -162,6 +162,29 @@ async def test_items_become_the_messages_of_a_chat() -> None:
         )
 
 
+async def test_functions_of_a_namespace() -> None:
+    """The model calls them by both names, and clients are told the two, whole and as events."""
+    call = CALL.replace("weather", "sky__weather")
+    space = {"type": "namespace", "name": "sky", "description": "Above.", "tools": [FLAT[0]]}
+    given: dict[str, Any] = {"tools": [FLAT[0], space]}
+    async with gateway(call) as here:
+        _, whole = await Asker(here).ask(**given)
+        events = await Asker(here).stream(**given)
+        (called,) = whole["output"]
+        assert (called["namespace"], called["name"]) == ("sky", "weather")
+        items = [{"role": "user", "content": "how?"}, called]
+        status, body = await Asker(here).ask(items, **given)
+        assert status == 200, body
+        assert "sky__weather(Paris)" in here.prompt
+    (shown,) = events[-1]["response"]["output"]
+    assert (shown["namespace"], shown["name"]) == ("sky", "weather")
+    (done,) = [one for one in events if one["type"].endswith("arguments.done")]
+    assert done["name"] == "weather"
+    async with gateway(CALL) as here:
+        _, whole = await Asker(here).ask(**given)
+    assert "namespace" not in whole["output"][0]
+
+
 @needs_library
 async def test_text_that_must_match() -> None:
     """text.format is response_format's; what is wrong with it is told by its own name."""
@@ -223,6 +246,15 @@ ASK: dict[str, Any] = {"role": "user", "content": "a"}
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": [{"type": "namespace"}]}, "tools[0].name"),
+        (
+            {"tools": [FLAT[0], {"type": "namespace", "name": "x", "tools": [{"type": "custom"}]}]},
+            "tools[1].tools[0].type",
+        ),
+        (
+            {"tools": [{"type": "namespace", "name": "x", "tools": [FLAT[0], FLAT[0]]}]},
+            "tools[0].tools[1].name",
+        ),
         ({"tools": [FLAT[0], FLAT[0]]}, "tools[1].name"),
         ({"tools": [{**FLAT[1], "parameters": {"$ref": "#"}}]}, "tools[0].parameters"),
         ({"tools": FLAT, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice.name"),
