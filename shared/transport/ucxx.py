@@ -25,6 +25,7 @@ from shared.errors import LocalProtocolError, TransferFailed
 from shared.lanes import LaneFinding
 from shared.transport.address import seal, unseal
 from shared.transport.base import Buffer, Outcome, Window
+from shared.transport.late_events import keep_what_closed
 from shared.transport.operation import require_tag, require_usable
 from shared.transport.pump import Pump
 from shared.transport.pump_records import PumpEndpoint, PumpOperation
@@ -219,4 +220,5 @@ def _load(settings: UcxSettings) -> None:
         from ucxx._lib.arr import Array
     except ImportError as error:
         raise TransferFailed(f"UCXX cannot be loaded: {error}") from error
+    keep_what_closed()
     _lib, _Array = lib, Array

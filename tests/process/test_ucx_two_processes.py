@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.ucx, pytest.mark.process]
 
 BIG = 16 << 20
 HUGE = 64 << 20
+LONG = 256 << 20
 RENDEZVOUS = 1 << 20
 LANES = {"sysv": "^posix", "tcp": "tcp"}
 
@@ -191,6 +192,29 @@ async def test_closing_amid_a_message_leaves_the_buffer_alone(lane: str, thresho
         await push(left, right, 2, RENDEZVOUS)
         assert await right.ask("is_reused_intact", tag=1)
         await leave(left, right)
+
+
+async def test_both_ends_may_close_while_a_socket_is_full() -> None:
+    """The source has closed, its socket was full; when it looks again, that has emptied and the
+    peer's word that it has closed, too, is there. UCX's own way with both ends the process."""
+    async with a_pair_over("tcp") as (source, sink):
+        await sink.ask("receive", tag=1, num_bytes=LONG)
+        await source.ask("send", tag=1, num_bytes=LONG)
+        await asyncio.sleep(0.02)  # nothing tells when its first bytes are on their way,
+        sink.signal(signal.SIGSTOP)
+        await asyncio.sleep(0.3)  # nor when the socket is full,
+        assert await source.ask("peek", tag=1) is None
+        await source.ask("close_endpoint")
+        source.signal(signal.SIGSTOP)
+        sink.signal(signal.SIGCONT)
+        await asyncio.sleep(0.05)
+        await sink.ask("close_endpoint")
+        await asyncio.sleep(0.3)  # nor when its last byte and the peer's word have come
+        source.signal(signal.SIGCONT)
+        await source.ask("connect", address=await sink.ask("address"))
+        await sink.ask("connect", address=await source.ask("address"))
+        await push(source, sink, 2, RENDEZVOUS)
+        await leave(source, sink)
 
 
 @pytest.mark.quick
