@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+from services.gateway import limits
 from services.gateway.front.answers import (
     MAX_LOGPROBS_ON_LOOP,
     Answers,
@@ -64,13 +65,16 @@ def head_of_answer(call: Call, model: ServedModel, prefix: str) -> AnswerHead:
 
 
 async def asked_chat(
-    front: FrontDoor, request: HttpRequest, call: Call, body: ChatBody
+    front: FrontDoor, request: HttpRequest, call: Call, body: ChatBody, *, is_counted: bool = False
 ) -> AskedChat:
-    """Return the answers that a chat asks for. Raises MeshError: the first thing that is wrong."""
+    """Return the answers that a chat asks for. is_counted: none is made, and the prompt may be
+    longer than the context. Raises MeshError: the first thing that is wrong."""
     form = body.form()
     use = await use_tools(body, form, front)
     call.caller.asked = asked_by(request.headers)
     model = front.model(body.model)
+    if is_counted:
+        model = replace(model, max_model_len=limits.INTEGERS["max_tokens"][1])
     prompt = await front.chat_prompt(messages_for_template(body.messages), body.rendering)
     thinks = front.thinks and body.separate_reasoning is not False
     if thinks and form.structure is not None:

@@ -372,34 +372,36 @@ class HttpDoor:
     async def count_tokens(self, request: HttpRequest, call: Call) -> Response:
         """Count the tokens of a body of /v1/messages."""
         body = await read_body(request, call, _COUNT_TOKENS)
-        asked, _ = await self._asked_by_messages(request, call, body)
+        asked, _ = await self._asked_by_messages(request, call, body, is_counted=True)
         num_tokens = len(asked.choices[0].request.token_ids)
         return json_response(InputTokens(num_tokens), headers=call.headers)
 
     async def count_input(self, request: HttpRequest, call: Call) -> Response:
         """Count the tokens of the input of a body of /v1/responses."""
         body = await read_body(request, call, _RESPONSES)
-        asked, _ = await self._asked_by_input(request, call, body)
+        asked, _ = await self._asked_by_input(request, call, body, is_counted=True)
         num_tokens = len(asked.choices[0].request.token_ids)
         return json_response(InputCount(input_tokens=num_tokens), headers=call.headers)
 
     async def _asked_by_input(
-        self, request: HttpRequest, call: Call, body: ResponsesBody
+        self, request: HttpRequest, call: Call, body: ResponsesBody, *, is_counted: bool = False
     ) -> tuple[AskedChat, ChatBody]:
         # A conversation of thousands would hold the loop.
         size = 0 if isinstance(body.input, str) else 4 * len(body.input)
         chat, places = await self._front.text.offload(partial(chat_of_input, body), size)
         with places.told():
-            return await asked_chat(self._front, request, call, chat), chat
+            asked = await asked_chat(self._front, request, call, chat, is_counted=is_counted)
+            return asked, chat
 
     async def _asked_by_messages(
-        self, request: HttpRequest, call: Call, body: CountTokensBody
+        self, request: HttpRequest, call: Call, body: CountTokensBody, *, is_counted: bool = False
     ) -> tuple[AskedChat, ChatBody]:
         chat, places = await self._front.text.offload(
             partial(chat_of, body), 4 * len(body.messages)
         )
         with places.told():
-            return await asked_chat(self._front, request, call, chat), chat
+            asked = await asked_chat(self._front, request, call, chat, is_counted=is_counted)
+            return asked, chat
 
     async def _echo(
         self, choices: Sequence[Choice], prompts: Sequence[Prompt]

@@ -450,8 +450,10 @@ def _thought(text: str) -> list[Said]:
 
 def num_begun(text: str, mark: str) -> int:
     """How many characters at a text's end may begin a mark."""
-    longest = min(len(mark) - 1, len(text))
-    return next((n for n in range(longest, 0, -1) if mark.startswith(text[-n:])), 0)
+    place = text.find(mark[0], max(0, len(text) - len(mark) + 1))
+    while place >= 0 and not mark.startswith(text[place:]):
+        place = text.find(mark[0], place + 1)
+    return len(text) - place if place >= 0 else 0
 
 
 def read_json(text: str) -> Any:

@@ -234,6 +234,12 @@ async def test_tokens_are_counted_without_an_answer() -> None:
         assert status == 200
         assert counted == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
         assert len(here.mesh.requests) == 1
+        # Who counts more than the context holds wants to know how much to leave out.
+        long = {"messages": [{"role": "user", "content": "x" * 2000}]}
+        status, counted = await MessagesAsker(here).ask("/count_tokens", **long)
+        assert (status, counted["input_tokens"] > 2000) == (200, True)
+        status, body = await MessagesAsker(here).ask(**long)
+        assert (status, f"long: {counted['input_tokens']} tokens" in str(body)) == (400, True)
         status, body = await MessagesAsker(here).ask("/count_tokens", messages=[])
         assert (status, body["type"], body["error"]["param"]) == (400, "error", "messages")
 

@@ -324,6 +324,8 @@ async def test_input_is_counted_without_an_answer() -> None:
         due = {"object": "response.input_tokens", "input_tokens": body["usage"]["input_tokens"]}
         assert (status, counted) == (200, due)
         assert len(here.mesh.requests) == 1
+        status, counted = await asker.ask("x" * 2000, max_output_tokens=500)
+        assert (status, counted["input_tokens"] > 2000) == (200, True)
 
 
 async def test_thinking_that_comes_back_unread() -> None:
