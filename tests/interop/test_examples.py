@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from shared.errors import Overloaded
+from tests.interop.conftest import pdmesh_up
 from tests.support.client_environments import ROOT
 from tests.support.demo_truth import recall_prompts
 from tests.support.foreign_client import run_client, run_client_well
@@ -33,6 +34,7 @@ SAYS = {
     "grpc_stream.js": rf"{DOOR}\nfirst token after \d+ ms\n",
     "grpc_tokens.py": r"prompt:( \d+)+\n"
     + "".join(rf"{i}: \d+ -?\d+\.\d{{4}}\n" for i in range(8)),
+    "grpc_weather.py": r'get_weather\(\{"city": ?"Rome"\}\)\nThe weather in Rome is sunny\.\n',
     "curl.sh": r'\{"object":"list".*\n.*17 \+ 25 = 42\..*\n(data: .*\n\n)+data: \[DONE\]\n\n'
     r'\{"count":\d+,.*\n',
     "receipt.py": r"(.|\n)+\n +queue_s .* ms(.|\n)+ttft_s +\d+\.\d\d ms\n[\d,]+ bytes of KV.*\n",
@@ -64,7 +66,9 @@ def test_every_example_has_a_test_and_a_line_in_the_readme() -> None:
         assert len((EXAMPLES / name).read_text().splitlines()) < 60, name
 
 
-@pytest.mark.parametrize("name", [name for name in SAYS if name != "batch.py"])
+@pytest.mark.parametrize(
+    "name", [name for name in SAYS if name not in ("batch.py", "grpc_weather.py")]
+)
 async def test_an_example_says_what_is_true(
     name: str,
     client_bin: Callable[[str], Path],
@@ -82,6 +86,18 @@ async def test_an_example_says_what_is_true(
         *command(name, client_bin), cwd=tmp_path, within_s=RUNS_WITHIN_S, environment=environment
     )
     assert re.fullmatch(SAYS[name], words), words
+
+
+async def test_a_tool_is_called_and_run_over_grpc(tmp_path: Path) -> None:
+    """By the bundled model that calls tools."""
+    with pdmesh_up("--model", "demo-tools") as (_, address):
+        words = await run_client_well(
+            *(sys.executable, EXAMPLES / "grpc_weather.py"),
+            cwd=tmp_path,
+            within_s=RUNS_WITHIN_S,
+            environment={"PDMESH_GRPC": address},
+        )
+    assert re.fullmatch(SAYS["grpc_weather.py"], words), words
 
 
 async def test_the_batch_answers_every_line(running_mesh: tuple[str, str], tmp_path: Path) -> None:

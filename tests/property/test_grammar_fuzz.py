@@ -15,7 +15,7 @@ import pytest
 from hypothesis import event, example, given
 from hypothesis import strategies as st
 
-from services.gateway.http.tool_fields import NamedTool, ToolBody, tool_use
+from services.gateway.front.tool_fields import NamedTool, ToolBody, tool_use
 from services.gateway.text.grammars import Grammars, Kind, Structure
 from services.gateway.text.tool_families import PARSERS, Family
 from shared.errors import InvalidRequest

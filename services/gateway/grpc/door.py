@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import msgspec
-
 from services.gateway import limits
 from services.gateway.front.answers import (
     MAX_LOGPROBS_ON_LOOP,
@@ -25,19 +23,35 @@ from services.gateway.front.answers import (
 )
 from services.gateway.front.auth import ROLES
 from services.gateway.front.calls import Call, recorded
-from services.gateway.front.frontdoor import Form, FrontDoor, Prompt, Rendering
+from services.gateway.front.chats import (
+    AskedChat,
+    AskedTools,
+    ThoughtTokens,
+    asked_chat,
+    new_call_id,
+    runs_calls,
+)
+from services.gateway.front.frontdoor import Caller, FrontDoor, Prompt
+from services.gateway.grpc.forms import (
+    PLACES,
+    choice_of,
+    column_of,
+    form_of,
+    messages_of,
+    rendering_of,
+    require_of_messages,
+    tools_of,
+)
 from services.gateway.limits import SamplingForm
-from services.gateway.text.grammars import Structure, one_wish, parsed_json
+from services.gateway.text.text_model import TextModel
 from shared import wire
-from shared.errors import DeadlinePassed, InvalidRequest, MeshError, RemoteProtocolError
-from shared.messages.columns import pack_f32, pack_u32, unpack_u32
+from shared.errors import DeadlinePassed, InvalidRequest, MeshError
+from shared.messages.columns import pack_f32, pack_u32
 from shared.request import TokenLogprobs
 from shared.rpc.methods import CHANGE_ROLE, GENERATE, LIST_MODELS, TOKENIZE
 from shared.rpc.service import FIRST_MESSAGE_S, ServerStream, Servicer, bind, bind_unary
 from shared.rpc.status import MAX_TRAILER_BYTES, RECEIPT_TRAILER
 from shared.telemetry.moments import Moment, note
-
-_NO_PARAMS = wire.GenerateParams()
 
 GenerateStream = ServerStream[wire.GenerateRequest, wire.GenerateResponse]
 
@@ -76,11 +90,14 @@ class Inference:
                 raise InvalidRequest("give either text or messages", param="text")
             special = request.add_special_tokens
             if request.messages:
-                rendering = _rendering(request.rendering, add_special=special)
-                prompt = await self._front.chat_prompt(_messages(request.messages), rendering)
+                with PLACES.told():
+                    tools = tools_of(request.tools)
+                    rendering = rendering_of(request.rendering, tools, add_special=special)
+                    messages = messages_of(request.messages)
+                prompt = await self._front.chat_prompt(messages, rendering)
                 ids: Sequence[int] = prompt.token_ids
             else:
-                _require_none(request.rendering)
+                require_of_messages(request, "rendering", "tools")
                 ids = await self._front.text.encode(text, add_special_tokens=special)
             return wire.TokenizeResponse(token_ids=pack_u32(ids), max_model_len=model.max_model_len)
 
@@ -170,24 +187,11 @@ class Inference:
             raise InvalidRequest("the call has no request message")
         self._admit(stream, call, label=request.request_label)
         note(Moment.PARSED, call.caller.request_id)
-        model = self._front.model(request.model)
-        prompt, param = await self._prompt(request)
-        params = request.params or _NO_PARAMS
-        rendering = request.rendering
-        form = Form(
-            sampling=_sampling(params),
-            prompt_param=param,
-            continues_text=param != "messages"
-            or (rendering is not None and rendering.continue_final_message),
-            truncate_prompt_tokens=params.truncate_prompt_tokens,
-            truncation_side=params.truncation_side or None,
-            structure=_structure(params),
-            priority=request.priority,
-            ttft_ms=request.ttft_ms,
-            tpot_ms=request.tpot_ms,
-        )
-        await self._front.structured(form)
-        choices = self._front.choices(call.caller, model, [prompt], form)
+        asked = await self._asked(request, call.caller)
+        form, choices = asked.form, asked.choices
+        parts = None
+        if asked.new_parser is not None:
+            parts = _Parts(asked, call.caller.request_id.hex(), self._front.text)
         async with open_answers(self._front.mesh, choices) as answers:
             call.answers = answers
             while deltas := await answers.next():
@@ -196,9 +200,11 @@ class Inference:
                     response = _response(delta, form.sampling)
                     if delta.finish_reason:
                         response.usage = _usage(answers.usage)
+                    if parts is not None:
+                        parts.tell(response, delta)
                     if (of_prompt := delta.prompt_logprobs) is not None:
                         tops = map(_top, of_prompt, choices[0].request.token_ids)
-                        num = len(of_prompt) * (2 + (params.prompt_logprobs or 0))
+                        num = len(of_prompt) * (2 + (form.sampling.prompt_logprobs or 0))
                         is_small = num <= MAX_LOGPROBS_ON_LOOP
                         response.prompt_logprobs = (
                             list(tops) if is_small else await asyncio.to_thread(list, tops)
@@ -209,23 +215,40 @@ class Inference:
         if len(receipt) <= MAX_TRAILER_BYTES:
             stream.set_trailer(RECEIPT_TRAILER, receipt)
 
-    async def _prompt(self, request: wire.GenerateRequest) -> tuple[Prompt, str]:
-        """Return the prompt and the name of the field that it came from."""
+    async def _asked(self, request: wire.GenerateRequest, caller: Caller) -> AskedChat:
+        """Return the answer to make. Raises MeshError: the first thing that is wrong."""
+        front = self._front
         given = [name for name in ("text", "token_ids", "messages") if getattr(request, name)]
         if len(given) != 1:
             raise InvalidRequest("give exactly one of text, token_ids, messages", param="text")
-        if given[0] != "messages":
-            _require_none(request.rendering)
-        match given[0]:
-            case "token_ids":
-                ids: Sequence[int] = _column(request.token_ids, "token_ids")
-            case "messages":
-                rendering = _rendering(request.rendering)
-                prompt = await self._front.chat_prompt(_messages(request.messages), rendering)
-                return prompt, "messages"
-            case _:
-                ids = await self._front.text.encode(request.text, add_special_tokens=True)
-        return Prompt(token_ids=tuple(ids)), given[0]
+        form = form_of(request, given[0])
+        if given[0] == "messages":
+            with PLACES.told():
+                tools = tools_of(request.tools)
+                shown = () if request.tool_choice == "none" else tools
+                return await asked_chat(
+                    front,
+                    caller,
+                    form,
+                    AskedTools(tools, choice_of(request.tool_choice), request.parallel_tool_calls),
+                    model_name=request.model,
+                    messages=lambda: messages_of(request.messages),
+                    rendering=rendering_of(request.rendering, shown),
+                    tells_thinking=request.separate_reasoning is not False,
+                )
+        require_of_messages(
+            request,
+            *("rendering", "tools", "tool_choice", "parallel_tool_calls", "separate_reasoning"),
+        )
+        model = front.model(request.model)
+        ids: Sequence[int]
+        if given[0] == "token_ids":
+            ids = column_of(request.token_ids, "token_ids")
+        else:
+            ids = await front.text.encode(request.text, add_special_tokens=True)
+        await front.structured(form)
+        choices = front.choices(caller, model, [Prompt(token_ids=tuple(ids))], form)
+        return AskedChat(model, form, None, choices, None)
 
     async def _send(self, stream: GenerateStream, response: wire.GenerateResponse) -> None:
         try:
@@ -237,86 +260,40 @@ class Inference:
             ) from None
 
 
-def _messages(messages: Sequence[wire.ChatMessage]) -> list[dict[str, str]]:
-    limits.checked_count(
-        len(messages), limits.MAX_MESSAGES, param="messages", what="messages", least=1
-    )
-    return [
-        {
-            "role": limits.checked_role(message.role, param=f"messages[{index}].role"),
-            "content": message.content,
-        }
-        for index, message in enumerate(messages)
-    ]
+class _Parts:
+    """Tells an answer's thinking, text and calls apart."""
 
+    def __init__(self, asked: AskedChat, answer_id: str, text: TextModel) -> None:
+        assert asked.new_parser is not None
+        self._parser = asked.new_parser()
+        self._use = asked.use
+        self._id = answer_id
+        self._thought = ThoughtTokens(text)
+        self._has_thought = False
 
-def _require_none(rendering: wire.Rendering | None) -> None:
-    if rendering not in (None, wire.Rendering()):
-        raise limits.refusal("rendering", "only messages are rendered", code="unsupported")
-
-
-def _rendering(given: wire.Rendering | None, *, add_special: bool = False) -> Rendering:
-    if given is None:
-        return Rendering(add_special_tokens=add_special)
-    return Rendering(
-        add_generation_prompt=given.add_generation_prompt,
-        continue_final_message=given.continue_final_message,
-        chat_template=given.chat_template or None,
-        arguments=_arguments(given.chat_template_kwargs),
-        add_special_tokens=add_special,
-    )
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    try:
-        # Not Python's reader: that takes NaN, and half characters, which no prompt can hold.
-        return msgspec.json.decode(text or "{}", type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError):
-        raise limits.refusal("chat_template_kwargs", "must be a JSON object") from None
-
-
-def _sampling(params: wire.GenerateParams) -> SamplingForm:
-    return SamplingForm(
-        max_tokens=params.max_tokens,
-        min_tokens=params.min_tokens,
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        logit_bias=list(params.logit_bias.items()),
-        seed=params.seed,
-        stop=params.stop,
-        stop_token_ids=_column(params.stop_token_ids, "stop_token_ids"),
-        ignore_eos=bool(params.ignore_eos),
-        logprobs=params.logprobs,
-        prompt_logprobs=params.prompt_logprobs,
-        allowed_token_ids=_column(params.allowed_token_ids, "allowed_token_ids") or None,
-        bad_words=params.bad_words,
-    )
-
-
-def _structure(params: wire.GenerateParams) -> Structure | None:
-    wishes: list[Structure] = []
-    if params.json_schema:
-        schema = parsed_json(params.json_schema, "json_schema")
-        wishes.append(Structure(kind="json_schema", value=schema, param="json_schema"))
-    if params.regex:
-        wishes.append(Structure(kind="regex", value=params.regex, param="regex"))
-    if params.grammar:
-        wishes.append(Structure(kind="grammar", value=params.grammar, param="grammar"))
-    if params.choice:
-        wishes.append(Structure(kind="choice", value=params.choice, param="choice"))
-    return one_wish(wishes)
-
-
-def _column(data: bytes, param: str) -> Sequence[int]:
-    try:
-        return unpack_u32(data, name=param)
-    except RemoteProtocolError as error:
-        raise InvalidRequest(error.message, param=param) from None
+    def tell(self, response: wire.GenerateResponse, delta: TextDelta) -> None:
+        """Replace the text of a delta by what it says."""
+        said = self._parser.feed(delta.text)
+        if delta.finish_reason:
+            said += self._parser.finish()
+        self._thought.take(delta.token_ids)
+        self._has_thought = self._has_thought or any(one.is_thought for one in said)
+        response.reasoning = "".join(one.text for one in said if one.is_thought)
+        response.text = "".join(one.text for one in said if one.call < 0 and not one.is_thought)
+        response.tool_calls = [
+            wire.ToolCallPart(
+                index=one.call,
+                id=new_call_id(self._id, 0, one.call) if one.name else "",
+                name=one.name,
+                arguments=one.text,
+            )
+            for one in said
+            if one.call >= 0
+        ]
+        if response.usage is not None and self._has_thought:
+            response.usage.reasoning_tokens = self._thought.num
+        if runs_calls(self._use, delta.finish_reason, self._parser):
+            response.finish_reason = wire.FinishReason.TOOL_CALLS
 
 
 def _usage(usage: TokenCounts) -> wire.Usage:

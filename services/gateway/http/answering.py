@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import time
 from asyncio import to_thread
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
-from services.gateway import limits
 from services.gateway.front.answers import (
     MAX_LOGPROBS_ON_LOOP,
     Answers,
@@ -23,28 +21,17 @@ from services.gateway.front.answers import (
     open_answers,
 )
 from services.gateway.front.calls import Call, typed
-from services.gateway.front.frontdoor import Form, FrontDoor, asked_by
+from services.gateway.front.chats import AskedChat, AskedTools, asked_chat
+from services.gateway.front.frontdoor import FrontDoor, asked_by
 from services.gateway.http.connection import HttpRequest
 from services.gateway.http.item_answers import ItemFormat
 from services.gateway.http.messages import Response, json_response
 from services.gateway.http.openai_answers import AnswerFormat, AnswerHead
 from services.gateway.http.openai_forms import ChatBody, messages_for_template
 from services.gateway.http.sse import EventStream
-from services.gateway.http.tool_answers import AnswerParser, parser_maker, use_tools
-from services.gateway.http.tool_fields import ToolUse
 from services.gateway.mesh import ServedModel
 from shared.log import is_debugging
 from shared.telemetry.moments import Moment, note
-
-
-class AskedChat(NamedTuple):
-    """A chat, checked, rendered and tokenized. new_parser: None = an answer is nothing but text."""
-
-    model: ServedModel
-    form: Form
-    use: ToolUse | None
-    choices: list[Choice]
-    new_parser: Callable[[], AnswerParser] | None
 
 
 class Wants(NamedTuple):
@@ -64,25 +51,24 @@ def head_of_answer(call: Call, model: ServedModel, prefix: str) -> AnswerHead:
     return AnswerHead(id=prefix + call.request_id, model=model.name, created=int(time.time()))
 
 
-async def asked_chat(
+async def asked_of(
     front: FrontDoor, request: HttpRequest, call: Call, body: ChatBody, *, is_counted: bool = False
 ) -> AskedChat:
-    """Return the answers that a chat asks for. is_counted: none is made, and the prompt may be
-    longer than the context. Raises MeshError: the first thing that is wrong."""
+    """Return the answers that a chat asks for. is_counted: see ``asked_chat``. Raises MeshError: the
+    first thing that is wrong."""
     form = body.form()
-    use = await use_tools(body, form, front)
     call.caller.asked = asked_by(request.headers)
-    model = front.model(body.model)
-    if is_counted:
-        model = replace(model, max_model_len=limits.INTEGERS["max_tokens"][1])
-    prompt = await front.chat_prompt(messages_for_template(body.messages), body.rendering)
-    thinks = front.thinks and body.separate_reasoning is not False
-    if thinks and form.structure is not None:
-        form.structure = replace(form.structure, thought=prompt.thought)
-    await front.structured(form)
-    choices = front.choices(call.caller, model, [prompt], form)
-    new_parser = parser_maker(use, prompt, front, thinks=thinks)
-    return AskedChat(model, form, use, choices, new_parser)
+    return await asked_chat(
+        front,
+        call.caller,
+        form,
+        AskedTools(body.tools, body.tool_choice, body.parallel_tool_calls),
+        model_name=body.model,
+        messages=lambda: messages_for_template(body.messages),
+        rendering=body.rendering,
+        tells_thinking=body.separate_reasoning is not False,
+        is_counted=is_counted,
+    )
 
 
 async def answered(

@@ -17,13 +17,13 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from services.gateway import limits
 from services.gateway.front.answers import Choice
 from services.gateway.front.calls import Call
+from services.gateway.front.chats import AskedChat
 from services.gateway.front.frontdoor import FrontDoor, Prompt, asked_by
 from services.gateway.http import bodies
 from services.gateway.http.answering import (
-    AskedChat,
     Wants,
     answered,
-    asked_chat,
+    asked_of,
     head_of_answer,
 )
 from services.gateway.http.anthropic_answers import (
@@ -306,7 +306,7 @@ class HttpDoor:
     async def chat(self, request: HttpRequest, call: Call) -> Response | None:
         """Answer a chat, whole or as a stream of events."""
         body = await read_body(request, call, _CHAT)
-        asked = await asked_chat(self._front, request, call, body)
+        asked = await asked_of(self._front, request, call, body)
         options = body.stream_options or _NO_OPTIONS
         answer_format = chat_format(
             head_of_answer(call, asked.model, "chatcmpl-"),
@@ -390,7 +390,7 @@ class HttpDoor:
         size = 0 if isinstance(body.input, str) else 4 * len(body.input)
         chat, places = await self._front.text.offload(partial(chat_of_input, body), size)
         with places.told():
-            asked = await asked_chat(self._front, request, call, chat, is_counted=is_counted)
+            asked = await asked_of(self._front, request, call, chat, is_counted=is_counted)
             return asked, chat
 
     async def _asked_by_messages(
@@ -400,7 +400,7 @@ class HttpDoor:
             partial(chat_of, body), 4 * len(body.messages)
         )
         with places.told():
-            asked = await asked_chat(self._front, request, call, chat, is_counted=is_counted)
+            asked = await asked_of(self._front, request, call, chat, is_counted=is_counted)
             return asked, chat
 
     async def _echo(

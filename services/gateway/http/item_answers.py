@@ -14,8 +14,8 @@ from typing import Any, Literal
 import msgspec
 
 from services.gateway.front.answers import TextDelta, TokenCounts
+from services.gateway.front.chats import AnswerParser, ThoughtTokens, new_call_id
 from services.gateway.http.openai_answers import AnswerHead
-from services.gateway.http.tool_answers import AnswerParser, ThoughtTokens, new_call_id
 from services.gateway.text.text_model import TextModel
 from services.gateway.text.tool_calls import Said, TextParser, ThoughtParser
 from shared.errors import MeshError

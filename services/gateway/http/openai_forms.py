@@ -15,21 +15,19 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from services.gateway import limits
+from services.gateway.front import field_rules as fields
 from services.gateway.front.frontdoor import Form, Rendering
-from services.gateway.http import field_rules as fields
+from services.gateway.front.tool_fields import (
+    MessageCall,
+    ToolChoice,
+    Tools,
+    for_template,
+    message_for_template,
+)
 from services.gateway.http.structured_fields import (
     STRUCTURED,
     StructuredFields,
     structure_of,
-)
-from services.gateway.http.tool_fields import (
-    MessageCall,
-    ToolChoice,
-    Tools,
-    ToolUse,
-    calls_for_template,
-    for_template,
-    tool_use,
 )
 from services.gateway.http.unserved_fields import (
     UNSERVED,
@@ -198,10 +196,6 @@ class ChatBody(SamplingBody, kw_only=True):
     parallel_tool_calls: bool | None = None
     separate_reasoning: bool | None = None
 
-    def tool_use(self) -> ToolUse | None:
-        """Return what may be called, None = nothing. Raises InvalidRequest."""
-        return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
-
     def form(self) -> Form:
         """Return what to generate. Raises InvalidRequest: an unsupported or malformed field."""
         _refuse_unsupported(self)
@@ -313,27 +307,19 @@ def messages_for_template(messages: list[Message]) -> list[dict[str, Any]]:
 
 def _message(message: Message, param: str, called: set[str]) -> dict[str, Any]:
     """called: ids of the calls so far."""
-    role = limits.checked_role(message.role, param=f"{param}.role", roles=(*limits.ROLES, "tool"))
     for name in UNSERVED_OF_A_MESSAGE:
         if asks_for_something(getattr(message, name), EMPTY):
             raise unsupported(f"{param}.{name}", "only text is supported")
-    rendered: dict[str, Any] = {"role": role, "content": _content(message, param)}
-    if message.name:
-        rendered["name"] = message.name
-    if thought := message.reasoning_content or message.reasoning:
-        rendered["reasoning_content"] = thought
-    if message.tool_calls:
-        if role != "assistant":
-            raise limits.refusal(f"{param}.tool_calls", "belongs to the role assistant")
-        called |= {call.id for call in message.tool_calls}
-        rendered["tool_calls"] = calls_for_template(message.tool_calls)
-    if role == "tool":
-        if message.tool_call_id not in called:
-            raise limits.refusal(f"{param}.tool_call_id", "is no id of an earlier message's calls")
-        rendered["tool_call_id"] = message.tool_call_id
-    elif message.tool_call_id:
-        raise limits.refusal(f"{param}.tool_call_id", "belongs to the role tool")
-    return rendered
+    return message_for_template(
+        param,
+        called,
+        role=message.role,
+        content=_content(message, param),
+        name=message.name,
+        thought=message.reasoning_content or message.reasoning,
+        calls=message.tool_calls,
+        call_id=message.tool_call_id,
+    )
 
 
 def _content(message: Message, param: str) -> str:

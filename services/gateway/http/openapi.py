@@ -15,8 +15,8 @@ from typing import Any, cast
 import msgspec
 
 from services.gateway import limits
+from services.gateway.front.field_rules import Known
 from services.gateway.http import bodies
-from services.gateway.http.field_rules import Known
 from services.gateway.http.openai_forms import (
     OF_MESSAGES,
 )

@@ -12,11 +12,11 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from services.gateway.front.answers import TokenCounts
+from services.gateway.front.chats import AnswerParser
 from services.gateway.http.bodies import Receipt
 from services.gateway.http.item_answers import Item, ItemFormat, NamedEvent, encode
 from services.gateway.http.openai_answers import AnswerHead
 from services.gateway.http.responses_forms import ResponsesBody, sealed, spaced
-from services.gateway.http.tool_answers import AnswerParser
 from services.gateway.text.text_model import TextModel
 from shared.errors import MeshError
 from shared.request import FinishReason, SamplingParams

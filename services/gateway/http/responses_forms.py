@@ -13,17 +13,9 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from services.gateway import limits
-from services.gateway.http import field_rules as fields
-from services.gateway.http.openai_forms import (
-    ChatBody,
-    ContentPart,
-    Message,
-    SamplingBody,
-    StreamOptions,
-)
-from services.gateway.http.places import ChatPieces, Places
-from services.gateway.http.structured_fields import JsonSchema, NamedSchema, ResponseFormat
-from services.gateway.http.tool_fields import (
+from services.gateway.front import field_rules as fields
+from services.gateway.front.places import Places
+from services.gateway.front.tool_fields import (
     MAX_TOOLS,
     CalledFunction,
     FunctionBody,
@@ -33,6 +25,15 @@ from services.gateway.http.tool_fields import (
     ToolBody,
     ToolName,
 )
+from services.gateway.http.chat_pieces import ChatPieces
+from services.gateway.http.openai_forms import (
+    ChatBody,
+    ContentPart,
+    Message,
+    SamplingBody,
+    StreamOptions,
+)
+from services.gateway.http.structured_fields import JsonSchema, NamedSchema, ResponseFormat
 from services.gateway.http.unserved_fields import (
     Unserved,
     refuse_those_of,

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 
 from services.gateway import limits
-from services.gateway.http import field_rules as fields
+from services.gateway.front import field_rules as fields
 from services.gateway.http.unserved_fields import UnservedFields, unsupported
 from services.gateway.text.grammars import MAX_CHOICES, Kind, Structure, one_wish, parsed_json
 

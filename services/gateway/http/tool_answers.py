@@ -6,88 +6,20 @@ thinking never come here.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from msgspec import UNSET
 
 from services.gateway.front.answers import TextDelta, TokenCounts
-from services.gateway.front.frontdoor import Form, FrontDoor, Prompt
+from services.gateway.front.chats import AnswerParser, ThoughtTokens, new_call_id, runs_calls
+from services.gateway.front.frontdoor import FrontDoor
+from services.gateway.front.tool_fields import ToolUse
 from services.gateway.http import bodies
 from services.gateway.http.openai_answers import FINISH_NAMES, AnswerHead, ChatFormat, Collected
-from services.gateway.http.openai_forms import ChatBody
-from services.gateway.http.tool_fields import ToolUse, size_of
-from services.gateway.limits import refusal
 from services.gateway.text.text_model import TextModel
-from services.gateway.text.tool_calls import (
-    ListParser,
-    NamedParser,
-    Said,
-    ThoughtParser,
-    ToolParser,
-)
-from services.gateway.text.tool_families import PARSERS, SHOWS_SPECIAL_TOKENS
+from services.gateway.text.tool_calls import Said, ThoughtParser
 from shared.request import FinishReason
-
-AnswerParser = ToolParser | ThoughtParser
-
-
-async def use_tools(body: ChatBody, form: Form, front: FrontDoor) -> ToolUse | None:
-    """Return how a chat may call, None = not at all, and have its answers make the calls that must
-    be made.
-
-    Raises InvalidRequest: wrong tools; the answer must match something else, too; or the model
-    knows no tools.
-    """
-
-    def used() -> ToolUse | None:
-        use = body.tool_use()
-        if use is not None:
-            _hold_to(use, form, front)
-        return use
-
-    # A hundred lines of references can keep a loop for half a second.
-    return await front.text.offload(used, size_of(body.tools)) if body.tools else used()
-
-
-def _hold_to(use: ToolUse, form: Form, front: FrontDoor) -> None:
-    family = front.tool_family
-    if use.choice == "auto" and family is None:
-        raise refusal(
-            "tools",
-            "how this model writes calls is not known: use tool_choice required or a function, or "
-            "start the gateway with --tool-parser",
-            code="unsupported",
-        )
-    wanted, alone = form.structure, None
-    if wanted and wanted.kind == "json_schema" and wanted.param.startswith("response_format"):
-        alone = wanted  # as with OpenAI, it is of answers that call nothing
-    structure = use.structure(family, alone)
-    if structure and wanted and not alone:
-        raise refusal(wanted.param, "does not go with calls that must match a schema")
-    if structure is not None:
-        form.structure = structure
-    if use.choice == "auto" and family in SHOWS_SPECIAL_TOKENS:
-        form.skip_special_tokens = False
-
-
-def parser_maker(
-    use: ToolUse | None, prompt: Prompt, front: FrontDoor, *, thinks: bool
-) -> Callable[[], AnswerParser] | None:
-    """Return what makes the parser of each of a chat's answers; None = they are text alone."""
-    if use is None and not thinks:
-        return None
-    is_open = prompt.thought == "open"
-
-    def parser() -> AnswerParser:
-        after = None if use is None else _tool_parser(use, front)
-        if thinks:
-            return ThoughtParser(after, is_open=is_open)
-        assert after is not None
-        return after
-
-    return parser
 
 
 def chat_format(
@@ -101,43 +33,6 @@ def chat_format(
     if new_parser is None:
         return ChatFormat(head, front.text, **options)
     return ToolChatFormat(head, front.text, new_parser, use, **options)
-
-
-def new_call_id(answer_id: str, choice: int, call: int) -> str:
-    """Nine letters and digits, for Mistral's templates take no other id."""
-    seed = f"{answer_id}/{choice}/{call}".encode()
-    return hashlib.blake2b(seed, digest_size=5).hexdigest()[:9]
-
-
-def _tool_parser(use: ToolUse, front: FrontDoor) -> ToolParser:
-    match use.choice:
-        case "named":
-            return NamedParser(use.schemas)
-        case "required":
-            return ListParser(use.schemas)
-        case "auto":
-            assert front.tool_family is not None
-            parser = PARSERS[front.tool_family](use.schemas)
-            parser.max_calls = None if use.is_parallel else 1
-            return parser
-
-
-class ThoughtTokens:
-    """How many of an answer's tokens are of its thinking, with the last mark, if it thinks."""
-
-    def __init__(self, text: TextModel) -> None:
-        self._text = text
-        self._said = ""
-        self.num = 0
-
-    def take(self, token_ids: Sequence[int]) -> None:
-        """Take the answer's next tokens."""
-        end = ThoughtParser.END
-        for token_id in token_ids:
-            if end in self._said:
-                return
-            self.num += 1
-            self._said = self._said[-len(end) :] + self._text.piece(token_id).text
 
 
 class ToolChatFormat(ChatFormat):
@@ -209,11 +104,7 @@ class ToolChatFormat(ChatFormat):
         return new_call_id(self._head.id, choice, call)
 
     def _finish_name(self, reason: FinishReason, parser: AnswerParser) -> bodies.FinishName:
-        is_named = self._use is not None and self._use.choice == "named"
-        has_calls = parser.num_calls and not parser.is_within_call
-        if has_calls and reason is FinishReason.STOP and not is_named:
-            return "tool_calls"
-        return FINISH_NAMES[reason]
+        return "tool_calls" if runs_calls(self._use, reason, parser) else FINISH_NAMES[reason]
 
     # --- whole bodies ---------------------------------------------------------------------------
 

@@ -62,6 +62,9 @@ __all__ = (
     "StopTransfer",
     "TokenizeRequest",
     "TokenizeResponse",
+    "Tool",
+    "ToolCall",
+    "ToolCallPart",
     "TopLogprobs",
     "TransferAck",
     "TransferCredit",
@@ -87,12 +90,14 @@ class FinishReason(betterproto2.Enum):
     UNSPECIFIED = 0
     STOP = 1
     LENGTH = 2
+    TOOL_CALLS = 3
     @classmethod
     def betterproto_value_to_renamed_proto_names(cls) -> dict[int, str]:
         return {
             0: "FINISH_REASON_UNSPECIFIED",
             1: "FINISH_REASON_STOP",
             2: "FINISH_REASON_LENGTH",
+            3: "FINISH_REASON_TOOL_CALLS",
         }
     @classmethod
     def betterproto_renamed_proto_names_to_value(cls) -> dict[str, int]:
@@ -100,6 +105,7 @@ class FinishReason(betterproto2.Enum):
             "FINISH_REASON_UNSPECIFIED": 0,
             "FINISH_REASON_STOP": 1,
             "FINISH_REASON_LENGTH": 2,
+            "FINISH_REASON_TOOL_CALLS": 3,
         }
 
 class Role(betterproto2.Enum):
@@ -198,6 +204,9 @@ default_message_pool.register_message("pdmesh.v1", "ChangeRoleResponse", ChangeR
 class ChatMessage(betterproto2.Message):
     role: "str" = betterproto2.field(1, betterproto2.TYPE_STRING)
     content: "str" = betterproto2.field(2, betterproto2.TYPE_STRING)
+    tool_calls: "list[ToolCall]" = betterproto2.field(3, betterproto2.TYPE_MESSAGE, repeated=True)
+    tool_call_id: "str" = betterproto2.field(4, betterproto2.TYPE_STRING)
+    reasoning: "str" = betterproto2.field(5, betterproto2.TYPE_STRING)
 
 default_message_pool.register_message("pdmesh.v1", "ChatMessage", ChatMessage)
 
@@ -354,6 +363,14 @@ class GenerateRequest(betterproto2.Message):
     priority: "int | None" = betterproto2.field(8, betterproto2.TYPE_SINT32, optional=True)
     ttft_ms: "float | None" = betterproto2.field(9, betterproto2.TYPE_DOUBLE, optional=True)
     tpot_ms: "float | None" = betterproto2.field(10, betterproto2.TYPE_DOUBLE, optional=True)
+    tools: "list[Tool]" = betterproto2.field(11, betterproto2.TYPE_MESSAGE, repeated=True)
+    tool_choice: "str" = betterproto2.field(12, betterproto2.TYPE_STRING)
+    parallel_tool_calls: "bool | None" = betterproto2.field(
+        13, betterproto2.TYPE_BOOL, optional=True
+    )
+    separate_reasoning: "bool | None" = betterproto2.field(
+        14, betterproto2.TYPE_BOOL, optional=True
+    )
 
 default_message_pool.register_message("pdmesh.v1", "GenerateRequest", GenerateRequest)
 
@@ -373,6 +390,10 @@ class GenerateResponse(betterproto2.Message):
     usage: "Usage | None" = betterproto2.field(8, betterproto2.TYPE_MESSAGE, optional=True)
     prompt_logprobs: "list[TopLogprobs]" = betterproto2.field(
         9, betterproto2.TYPE_MESSAGE, repeated=True
+    )
+    reasoning: "str" = betterproto2.field(10, betterproto2.TYPE_STRING)
+    tool_calls: "list[ToolCallPart]" = betterproto2.field(
+        11, betterproto2.TYPE_MESSAGE, repeated=True
     )
 
 default_message_pool.register_message("pdmesh.v1", "GenerateResponse", GenerateResponse)
@@ -803,6 +824,7 @@ class TokenizeRequest(betterproto2.Message):
     messages: "list[ChatMessage]" = betterproto2.field(3, betterproto2.TYPE_MESSAGE, repeated=True)
     add_special_tokens: "bool" = betterproto2.field(4, betterproto2.TYPE_BOOL)
     rendering: "Rendering | None" = betterproto2.field(5, betterproto2.TYPE_MESSAGE, optional=True)
+    tools: "list[Tool]" = betterproto2.field(6, betterproto2.TYPE_MESSAGE, repeated=True)
 
 default_message_pool.register_message("pdmesh.v1", "TokenizeRequest", TokenizeRequest)
 
@@ -812,6 +834,32 @@ class TokenizeResponse(betterproto2.Message):
     max_model_len: "int" = betterproto2.field(2, betterproto2.TYPE_UINT32)
 
 default_message_pool.register_message("pdmesh.v1", "TokenizeResponse", TokenizeResponse)
+
+@dataclass(eq=False, repr=False)
+class Tool(betterproto2.Message):
+    name: "str" = betterproto2.field(1, betterproto2.TYPE_STRING)
+    description: "str" = betterproto2.field(2, betterproto2.TYPE_STRING)
+    parameters: "str" = betterproto2.field(3, betterproto2.TYPE_STRING)
+    strict: "bool" = betterproto2.field(4, betterproto2.TYPE_BOOL)
+
+default_message_pool.register_message("pdmesh.v1", "Tool", Tool)
+
+@dataclass(eq=False, repr=False)
+class ToolCall(betterproto2.Message):
+    id: "str" = betterproto2.field(1, betterproto2.TYPE_STRING)
+    name: "str" = betterproto2.field(2, betterproto2.TYPE_STRING)
+    arguments: "str" = betterproto2.field(3, betterproto2.TYPE_STRING)
+
+default_message_pool.register_message("pdmesh.v1", "ToolCall", ToolCall)
+
+@dataclass(eq=False, repr=False)
+class ToolCallPart(betterproto2.Message):
+    index: "int" = betterproto2.field(1, betterproto2.TYPE_UINT32)
+    id: "str" = betterproto2.field(2, betterproto2.TYPE_STRING)
+    name: "str" = betterproto2.field(3, betterproto2.TYPE_STRING)
+    arguments: "str" = betterproto2.field(4, betterproto2.TYPE_STRING)
+
+default_message_pool.register_message("pdmesh.v1", "ToolCallPart", ToolCallPart)
 
 @dataclass(eq=False, repr=False)
 class TopLogprobs(betterproto2.Message):
@@ -862,6 +910,7 @@ class Usage(betterproto2.Message):
     prompt_tokens: "int" = betterproto2.field(1, betterproto2.TYPE_UINT32)
     completion_tokens: "int" = betterproto2.field(2, betterproto2.TYPE_UINT32)
     cached_tokens: "int" = betterproto2.field(3, betterproto2.TYPE_UINT32)
+    reasoning_tokens: "int" = betterproto2.field(4, betterproto2.TYPE_UINT32)
 
 default_message_pool.register_message("pdmesh.v1", "Usage", Usage)
 

@@ -25,10 +25,25 @@ from shared.errors import (
     WorkerLost,
 )
 from shared.messages.columns import pack_u32, unpack_f32, unpack_u32
+from tests.support.grammars import needs_library
 from tests.support.scripted_mesh import ScriptedMesh, failing_after, front_door, saying
-from tests.support.tiny_tokenizer import tiny_tokenizer
+from tests.support.tiny_tokenizer import tiny_text_model, tiny_tokenizer
 
 THE = 265
+TOOL_TEMPLATE = (
+    "{% for tool in tools or [] %}<tool_call> {{ tool.function.name }} "
+    "{{ tool.function.parameters.properties | length }};{% endfor %}"
+    "{% for message in messages %}{{ message.role }}:{{ message.reasoning_content }}:"
+    "{{ message.content }}{% for call in message.tool_calls or [] %}"
+    "{{ call.function.name }}({{ call.function.arguments.city }}){% endfor %}"
+    "{{ message.tool_call_id }};{% endfor %}"
+)
+WEATHER = wire.Tool(
+    name="weather", parameters='{"type":"object","properties":{"city":{"type":"string"}}}'
+)
+CLOCK = wire.Tool(name="clock", description="Tells the time.")
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+ASK = [wire.ChatMessage(role="user", content="hi")]
 
 
 class FakeStream:
@@ -251,7 +266,7 @@ async def test_a_stop_string_is_named() -> None:
         ({"text": "a", "params": {"stop_token_ids": b"\0"}}, InvalidRequest, "stop_token_ids"),
         ({"text": "a", "params": {"logprobs": 21}}, InvalidRequest, "logprobs"),
         ({"messages": [("<x>", "hi")]}, InvalidRequest, "messages[0].role"),
-        ({"messages": [("tool", "hi")]}, InvalidRequest, "messages[0].role"),
+        ({"messages": [("tool", "hi")]}, InvalidRequest, "messages[0].tool_call_id"),
         ({"messages": [("user", "hi")] * 1025}, InvalidRequest, "messages"),
     ],
 )
@@ -364,3 +379,133 @@ async def test_tokenize_and_models() -> None:
     mesh.model = None
     assert (await door.list_models(wire.ListModelsRequest(), stream)).models == []
     front.text.close()
+
+
+# --- tools and thinking ---------------------------------------------------------------------------
+
+
+async def chat(
+    answer: str, *, template: str = TOOL_TEMPLATE, **fields: Any
+) -> tuple[FakeStream, str]:
+    """Ask for a chat; return the stream and the prompt that it made."""
+    mesh = ScriptedMesh(saying(answer))
+    front = front_door(mesh, text=tiny_text_model(template))
+    stream = await generate(front, wire.GenerateRequest(**{"messages": ASK, **fields}))
+    return stream, tiny_tokenizer().decode(list(mesh.requests[-1].token_ids))
+
+
+def calls_of(stream: FakeStream) -> list[tuple[str, str]]:
+    """Put calls together from their parts, as a client does."""
+    calls: list[wire.ToolCall] = []
+    for part in (part for message in stream.sent for part in message.tool_calls):
+        if part.index == len(calls):
+            calls.append(wire.ToolCall(id=part.id, name=part.name))
+            assert len(part.id) == 9
+        calls[part.index].arguments += part.arguments
+    return [(call.name, call.arguments) for call in calls]
+
+
+async def test_a_call_comes_apart_from_the_text() -> None:
+    """The template shows the tools; parts of the call come as the model writes them, with the ids
+    of all tokens, and the answer ends for the call to be run."""
+    stream, prompt = await chat(f"I look. {CALL}", tools=[WEATHER, CLOCK])
+    assert prompt.startswith("<tool_call> weather 1;<tool_call> clock 0;user:")
+    text, ids = joined(stream)
+    assert text.strip() == "I look."
+    assert calls_of(stream) == [("weather", '{"city": "Paris"}')]
+    *before, last = stream.sent
+    assert sum(len(message.tool_calls) for message in before) > 1
+    assert last.finish_reason == wire.FinishReason.TOOL_CALLS
+    assert last.usage is not None
+    assert (last.usage.completion_tokens, last.usage.reasoning_tokens) == (len(ids), 0)
+    stream, prompt = await chat(CALL, tools=[WEATHER], tool_choice="none")
+    assert prompt.startswith("user:")
+    assert joined(stream)[0] == CALL
+    stream, _ = await chat(CALL + CALL, tools=[WEATHER], parallel_tool_calls=False)
+    assert len(calls_of(stream)) == 1
+
+
+@needs_library
+async def test_calls_that_must_come_over_grpc() -> None:
+    """One of them, or the one that is named."""
+    one = '[{"name": "weather", "parameters": {"city": "Oslo"}}]'
+    stream, _ = await chat(one, tools=[WEATHER, CLOCK], tool_choice="required")
+    assert calls_of(stream) == [("weather", '{"city": "Oslo"}')]
+    assert stream.sent[-1].finish_reason == wire.FinishReason.TOOL_CALLS
+    stream, _ = await chat('{"city": "Oslo"}', tools=[WEATHER, CLOCK], tool_choice="weather")
+    assert calls_of(stream) == [("weather", '{"city": "Oslo"}')]
+    assert stream.sent[-1].finish_reason == wire.FinishReason.STOP
+
+
+async def test_a_conversation_with_calls_over_grpc() -> None:
+    """Thinking, calls and results of earlier turns are the template's to show."""
+    called = wire.ToolCall(id="c1", name="weather", arguments='{"city": "Oslo"}')
+    messages = [
+        *ASK,
+        wire.ChatMessage(role="assistant", reasoning="hm", tool_calls=[called]),
+        wire.ChatMessage(role="tool", tool_call_id="c1", content="rain"),
+    ]
+    stream, prompt = await chat("Wet.", messages=messages, tools=[WEATHER])
+    assert "assistant:hm:weather(Oslo);tool::rainc1;" in prompt
+    assert joined(stream)[0] == "Wet."
+
+
+async def test_thinking_comes_apart_over_grpc() -> None:
+    """And is counted; unless the client wants it in the text."""
+    thinks = "{{ messages[0].content }}<think>"
+    stream, _ = await chat("because</think>so", template=thinks)
+    assert "".join(message.reasoning for message in stream.sent) == "because"
+    assert joined(stream)[0] == "so"
+    usage = stream.sent[-1].usage
+    assert usage is not None
+    assert 0 < usage.reasoning_tokens < usage.completion_tokens
+    stream, _ = await chat("because</think>so", template=thinks, separate_reasoning=False)
+    assert joined(stream)[0] == "because</think>so"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [WEATHER, WEATHER]}, "tools[1].name"),
+        ({"tools": [wire.Tool(name="a b")]}, "tools[0].name"),
+        ({"tools": [CLOCK] * 129}, "tools"),
+        ({"tools": [wire.Tool(name="f", parameters="[1]")]}, "tools[0].parameters"),
+        (
+            {"tools": [wire.Tool(name="f", parameters='{"type": "string"}')]},
+            "tools[0].parameters.type",
+        ),
+        ({"tools": [WEATHER], "tool_choice": "clock"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"text": "a", "messages": [], "tools": [WEATHER]}, "tools"),
+        ({"text": "a", "messages": [], "tool_choice": "auto"}, "tool_choice"),
+        ({"text": "a", "messages": [], "separate_reasoning": False}, "separate_reasoning"),
+        (
+            {"messages": [wire.ChatMessage(role="tool", tool_call_id="c1")]},
+            "messages[0].tool_call_id",
+        ),
+        (
+            {"messages": [wire.ChatMessage(role="user", tool_calls=[wire.ToolCall(id="c")])]},
+            "messages[0].tool_calls",
+        ),
+    ],
+)
+async def test_tools_that_are_refused_name_the_field(fields: dict[str, Any], param: str) -> None:
+    """By the names of the message that the client wrote."""
+    with pytest.raises(InvalidRequest) as caught:
+        await chat("x", **fields)
+    assert caught.value.param == param
+    assert "function" not in caught.value.message.split(": ")[0]
+
+
+async def test_tools_are_tokenized_with_their_messages() -> None:
+    """As a prompt of Generate has them; of a text they are refused."""
+    front = front_door(ScriptedMesh(), text=tiny_text_model(TOOL_TEMPLATE))
+    door, stream = Inference(front), cast("Any", FakeStream())
+    try:
+        told = await door.tokenize(wire.TokenizeRequest(messages=ASK, tools=[CLOCK]), stream)
+        ids = list(unpack_u32(told.token_ids))
+        assert tiny_tokenizer().decode(ids).startswith("<tool_call> clock")
+        with pytest.raises(InvalidRequest, match="tools"):
+            await door.tokenize(wire.TokenizeRequest(text="a", tools=[CLOCK]), stream)
+    finally:
+        front.text.close()

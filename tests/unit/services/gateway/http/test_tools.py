@@ -321,7 +321,7 @@ async def test_schemas_of_tools_keep_no_loop(monkeypatch: pytest.MonkeyPatch) ->
     def look(schema: Any) -> None:
         threads.append(threading.get_ident())
 
-    monkeypatch.setattr("services.gateway.http.tool_fields.schema_fault", look)
+    monkeypatch.setattr("services.gateway.front.tool_fields.schema_fault", look)
     large = {"type": "object", "maxProperties": 10**20, "enum": ["x" * 5000]}
     async with gateway("x") as here:
         for parameters in (large, {"type": "object"}):

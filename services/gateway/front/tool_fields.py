@@ -13,7 +13,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from services.gateway import limits
-from services.gateway.http import field_rules as fields
+from services.gateway.front import field_rules as fields
 from services.gateway.text.grammars import Structure
 from services.gateway.text.schemas import moved, schema_fault
 from services.gateway.text.tool_families import Family
@@ -170,7 +170,7 @@ def size_of(tools: Sequence[ToolBody]) -> int:
         return len(repr(tools))
 
 
-def for_template(tools: list[ToolBody]) -> list[dict[str, Any]]:
+def for_template(tools: Sequence[ToolBody]) -> list[dict[str, Any]]:
     """Return tools as chat templates expect them."""
     shown: list[dict[str, Any]] = []
     for index, tool in enumerate(tools):
@@ -181,7 +181,43 @@ def for_template(tools: list[ToolBody]) -> list[dict[str, Any]]:
     return shown
 
 
-def calls_for_template(calls: Sequence[MessageCall]) -> list[dict[str, Any]]:
+def message_for_template(
+    param: str,
+    called: set[str],
+    *,
+    role: str,
+    content: str,
+    name: str | None,
+    thought: str | None,
+    calls: Sequence[MessageCall] | None,
+    call_id: str | None,
+) -> dict[str, Any]:
+    """Return a message as chat templates expect it.
+
+    param: its place in the body. called: ids of the calls so far; its own are added. Raises
+    InvalidRequest: no such role, or a call or a result that does not belong there.
+    """
+    role = limits.checked_role(role, param=f"{param}.role", roles=(*limits.ROLES, "tool"))
+    shown: dict[str, Any] = {"role": role, "content": content}
+    if name:
+        shown["name"] = name
+    if thought:
+        shown["reasoning_content"] = thought
+    if calls:
+        if role != "assistant":
+            raise limits.refusal(f"{param}.tool_calls", "belongs to the role assistant")
+        called |= {call.id for call in calls}
+        shown["tool_calls"] = _calls_for_template(calls)
+    if role == "tool":
+        if call_id not in called:
+            raise limits.refusal(f"{param}.tool_call_id", "is no id of an earlier message's calls")
+        shown["tool_call_id"] = call_id
+    elif call_id:
+        raise limits.refusal(f"{param}.tool_call_id", "belongs to the role tool")
+    return shown
+
+
+def _calls_for_template(calls: Sequence[MessageCall]) -> list[dict[str, Any]]:
     """Return a message's calls as chat templates expect them, arguments as values; what is no JSON
     object, which models write at times, as it was written."""
     shown: list[dict[str, Any]] = []
