@@ -44,6 +44,9 @@ def form_of(request: wire.GenerateRequest, prompt_param: str) -> Form:
     return Form(
         sampling=_sampling(params),
         prompt_param=prompt_param,
+        cache_salt=limits.checked_salt(request.cache_salt),
+        include_stop=params.include_stop_str_in_output,
+        skip_special_tokens=params.skip_special_tokens is not False,
         continues_text=prompt_param != "messages"
         or (rendering is not None and rendering.continue_final_message),
         truncate_prompt_tokens=params.truncate_prompt_tokens,

@@ -54,8 +54,9 @@ def head_of_answer(call: Call, model: ServedModel, prefix: str) -> AnswerHead:
 async def asked_of(
     front: FrontDoor, request: HttpRequest, call: Call, body: ChatBody, *, is_counted: bool = False
 ) -> AskedChat:
-    """Return the answers that a chat asks for. is_counted: see ``asked_chat``. Raises MeshError: the
-    first thing that is wrong."""
+    """Return the answers that a chat asks for. is_counted: see ``asked_chat``.
+
+    Raises MeshError: the first thing that is wrong."""
     form = body.form()
     call.caller.asked = asked_by(request.headers)
     return await asked_chat(

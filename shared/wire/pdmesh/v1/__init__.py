@@ -346,6 +346,10 @@ class GenerateParams(betterproto2.Message):
     regex: "str" = betterproto2.field(22, betterproto2.TYPE_STRING)
     grammar: "str" = betterproto2.field(23, betterproto2.TYPE_STRING)
     choice: "list[str]" = betterproto2.field(24, betterproto2.TYPE_STRING, repeated=True)
+    include_stop_str_in_output: "bool" = betterproto2.field(25, betterproto2.TYPE_BOOL)
+    skip_special_tokens: "bool | None" = betterproto2.field(
+        26, betterproto2.TYPE_BOOL, optional=True
+    )
 
 default_message_pool.register_message("pdmesh.v1", "GenerateParams", GenerateParams)
 
@@ -371,6 +375,7 @@ class GenerateRequest(betterproto2.Message):
     separate_reasoning: "bool | None" = betterproto2.field(
         14, betterproto2.TYPE_BOOL, optional=True
     )
+    cache_salt: "str" = betterproto2.field(15, betterproto2.TYPE_STRING)
 
 default_message_pool.register_message("pdmesh.v1", "GenerateRequest", GenerateRequest)
 

@@ -162,6 +162,23 @@ async def test_parameters_arrive() -> None:
     assert (sampling.logprobs, sampling.prompt_logprobs) == (0, None)
 
 
+async def test_what_the_text_shows_and_who_shares_it() -> None:
+    """A stop string and special tokens are shown if asked for; a salt parts the caches."""
+    params = wire.GenerateParams(stop=["and"], include_stop_str_in_output=True)
+    request = wire.GenerateRequest(text="a", params=params)
+    assert joined(await generate(front_door(ScriptedMesh()), request))[0] == "hello and"
+    mesh = ScriptedMesh(saying("<system>hi"))
+    shown = wire.GenerateParams(skip_special_tokens=False)
+    for params, text in ((wire.GenerateParams(), "hi"), (shown, "<system>hi")):
+        request = wire.GenerateRequest(text="a", params=params, cache_salt="mine")
+        assert joined(await generate(front_door(mesh), request))[0] == text
+    await generate(front_door(mesh), wire.GenerateRequest(text="a"))
+    assert mesh.requests[0].cache_salt == mesh.requests[1].cache_salt
+    assert mesh.requests[0].cache_salt != mesh.requests[2].cache_salt
+    with pytest.raises(InvalidRequest, match="cache_salt"):
+        await generate(front_door(mesh), wire.GenerateRequest(text="a", cache_salt="a b"))
+
+
 async def test_masks_and_truncation_arrive() -> None:
     """As over HTTP; what is cut is neither computed nor told of."""
     mesh = ScriptedMesh(saying("the the"))
