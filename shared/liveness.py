@@ -19,6 +19,11 @@ DEAD_AFTER_S = 1.0
 how long peers are silent while every core is busy."""
 
 
+ROUND_TRIPS = 3
+"""A lost packet is sent again after a round trip or two: a peer that is far away may be silent for
+so many of them longer."""
+
+
 class PeerState(Enum):
     """What silence says about a peer."""
 
@@ -41,12 +46,16 @@ class LivenessRule:
 
 
 class Liveness:
-    """Watches one peer. Create it when the stream opens: opening counts as having heard."""
+    """Watches one peer. Create it when the stream opens: opening counts as having heard.
 
-    __slots__ = ("_heard_at", "rule")
+    round_trip_s: to the peer and back, at least; 0 = next to nothing, or unknown.
+    """
+
+    __slots__ = ("_heard_at", "round_trip_s", "rule")
 
     def __init__(self, now: float, rule: LivenessRule | None = None) -> None:
         self.rule = rule or LivenessRule()
+        self.round_trip_s = 0.0
         self._heard_at = now
 
     def heard(self, now: float) -> None:
@@ -67,9 +76,10 @@ class Liveness:
         """Judge the peer at this instant. DEAD is not remembered: who acts on it closes the
         stream."""
         # Compared as times, not as a difference: at `next_check_at` the verdict must have changed.
-        if now >= self._heard_at + self.rule.dead_after_s:
+        heard_at = self._heard_at + ROUND_TRIPS * self.round_trip_s
+        if now >= heard_at + self.rule.dead_after_s:
             return PeerState.DEAD
-        if now >= self._heard_at + self.rule.suspect_after_s:
+        if now >= heard_at + self.rule.suspect_after_s:
             return PeerState.SUSPECT
         return PeerState.ALIVE
 
@@ -78,5 +88,6 @@ class Liveness:
         most a heartbeat, for a longer sleep would not show when its sleeper stood still."""
         rule = self.rule
         is_alive = self.state(now) is PeerState.ALIVE
-        changes_at = self._heard_at + (rule.suspect_after_s if is_alive else rule.dead_after_s)
+        heard_at = self._heard_at + ROUND_TRIPS * self.round_trip_s
+        changes_at = heard_at + (rule.suspect_after_s if is_alive else rule.dead_after_s)
         return min(changes_at, now + rule.interval_s)

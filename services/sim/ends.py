@@ -51,6 +51,7 @@ class KvEnds:
             window=size.num_slots // 2,
         )
         self._rule = FrameRule(layout=layout, group_bytes=1, max_frame_bytes=size.frame_bytes)
+        self._link_bytes_s = size.link_bytes_s
         self._byte_s = 1 / size.link_bytes_s if size.link_bytes_s else 0.0
         self._link_free_at = 0.0
         self.num_frames_sent = 0
@@ -82,6 +83,10 @@ class KvEnds:
         sink.ends._others[link] = self._worker
         self._senders.link_up(link, self._rule)
         sink.ends._receivers.link_up(link, self._worker.incarnation, self._rule)
+
+    def speed_to(self, sink: Incarnation) -> float:
+        """Bytes a second of one more push, beside those on their way; 0 = a frame takes no time."""
+        return self._link_bytes_s / (1 + self._senders.num_on(self._sinks[sink]))
 
     @property
     def pending_bytes(self) -> int:

@@ -106,7 +106,6 @@ def status_of(
     scheduled, leased = core.scheduler.statistics(), core.leases.statistics()
     own = {core.incarnation} if is_mixed else set[Incarnation]()
     prompt_steps, answer_steps = core.engine.fits()
-    speed = core.size.link_bytes_s or AT_ONCE_BYTES_S
     num_held = core.num_held
     return WorkerStatus(
         pending_tokens=scheduled.pending_tokens,
@@ -125,7 +124,7 @@ def status_of(
         step_tokens=core.size.token_budget,
         prompt_steps=prompt_steps,
         answer_steps=answer_steps,
-        speeds=dict.fromkeys(core.ends.sinks, speed),
+        speeds={sink: core.ends.speed_to(sink) or AT_ONCE_BYTES_S for sink in core.ends.sinks},
         egress_bytes=core.ends.pending_bytes,
         seen=dict(seen),
     )

@@ -47,6 +47,11 @@ class RawStream(Protocol[Sends, Receives]):
         """Return the next message if it is there, else None."""
         ...
 
+    @property
+    def round_trip_s(self) -> float:
+        """To the peer and back at least, 0 = next to nothing, or unknown."""
+        ...
+
 
 class HeartbeatStream(Generic[Out, In]):
     """A raw stream after its handshake.
@@ -194,6 +199,9 @@ class HeartbeatStream(Generic[Out, In]):
         # This loop may have stood still itself: what it has not read is not the peer's silence.
         self._liveness.slept(at, now)
         state = self._liveness.state(now)
+        if state is not PeerState.ALIVE:
+            self._liveness.round_trip_s = self._stream.round_trip_s
+            state = self._liveness.state(now)
         self._suspect(state is not PeerState.ALIVE)
         if state is PeerState.DEAD:
             silence_s = self._liveness.silence_s(now)

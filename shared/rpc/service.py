@@ -34,6 +34,7 @@ from shared.errors import (
     ShuttingDown,
     WorkerLost,
 )
+from shared.http2.round_trip import round_trip_s
 from shared.messages.message_codec import MessageCodec, framed, read_message, read_message_nowait
 from shared.rpc.methods import Method
 from shared.rpc.status import ERROR_TRAILER, error_to_json, row_of
@@ -153,6 +154,11 @@ class ServerStream(Generic[Request, Reply]):
     def set_trailer(self, key: str, value: str) -> None:
         """Add text metadata to the end of the call, e.g. ``pdmesh-receipt``."""
         self._trailers[key] = value
+
+    @property
+    def round_trip_s(self) -> float:
+        """See ``RawStream``."""
+        return round_trip_s(self._raw._stream._transport)
 
     @property
     def connection(self) -> object:

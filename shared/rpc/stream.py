@@ -25,6 +25,7 @@ from h2.errors import ErrorCodes
 from h2.exceptions import H2Error
 
 from shared.errors import DeadlinePassed, MeshError, RemoteProtocolError, WorkerLost
+from shared.http2.round_trip import round_trip_s
 from shared.messages.message_codec import MessageCodec, framed, read_message, read_message_nowait
 from shared.rpc.methods import Method
 from shared.rpc.status import ERROR_TRAILER, error_from_grpc
@@ -158,6 +159,11 @@ class ClientStream(Generic[Request, Reply]):
         """Drop the call's connection without another byte: nobody is at its other end, who would
         take what is left or, with TLS, say goodbye. Allowed at any time."""
         self._raw._stream._transport.abort()
+
+    @property
+    def round_trip_s(self) -> float:
+        """See ``RawStream``."""
+        return round_trip_s(self._raw._stream._transport)
 
     def _require_running(self) -> None:
         if self._error is not None:

@@ -21,14 +21,14 @@ LONG_S, SHORT_S = 2.0, 1.0
 
 class Flow:
     """One direction of one link. rule: what its handshake agreed on. most: frames that may be on
-    their way at once, never more than ``num_slots``."""
+    their way at once, never more than ``num_slots``. num_transfers: that share it."""
 
-    __slots__ = ("_moved_at", "_num_slots", "most", "num_in_flight", "rule")
+    __slots__ = ("_moved_at", "_num_slots", "most", "num_in_flight", "num_transfers", "rule")
 
     def __init__(self, rule: FrameRule, num_slots: int) -> None:
         self.rule = rule
         self.most = self._num_slots = num_slots
-        self.num_in_flight = 0
+        self.num_in_flight = self.num_transfers = 0
         self._moved_at = float("-inf")
 
     @property

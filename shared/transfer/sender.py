@@ -77,7 +77,7 @@ class Sender:
         self.key = key
         self.is_prefix = is_prefix
         self.link = link
-        self._flow = flow
+        self.flow = flow
         self._num_tokens = num_tokens
         self._timing = timing
         self._effects = effects
@@ -169,7 +169,7 @@ class Sender:
 
     def _sends_until(self, patience_s: float) -> float:
         frames = map(self._frames.__getitem__, self._in_flight)
-        return self._flow.waits_until(self._progress_at, patience_s, frames)
+        return self.flow.waits_until(self._progress_at, patience_s, frames)
 
     @property
     def _credit(self) -> int:
@@ -350,7 +350,7 @@ class Sender:
         if not self._in_flight:
             self._progress_at = now  # nobody owed anything until now
         self._in_flight[frame.idx] = slot, now
-        self._flow.num_in_flight += 1
+        self.flow.num_in_flight += 1
         self._effects.append(
             GatherAndSend(
                 self.key,
@@ -371,10 +371,10 @@ class Sender:
         if sent is None:
             raise LocalProtocolError(f"frame {frame_idx} settled without being sent")
         slot, sent_at = sent
-        self._flow.num_in_flight -= 1
-        self._flow.moved(now)
+        self.flow.num_in_flight -= 1
+        self.flow.moved(now)
         if error is None:
-            self._flow.crossed(now - sent_at)
+            self.flow.crossed(now - sent_at)
             self._made_progress(now)
         elif self.state in (SenderState.PUSHING, SenderState.COMMITTING):
             self.gave_up(error, now)
@@ -401,13 +401,13 @@ class Sender:
 
     def _computed(self, span: _SpanState) -> None:
         span.is_computed = True
-        span.num_ready = self._flow.rule.layout.num_layers
+        span.num_ready = self.flow.rule.layout.num_layers
 
     def _announce(self, span: _SpanState) -> None:
         grant = self._grant
         assert grant is not None
         frames = plan_frames(
-            self._flow.rule,
+            self.flow.rule,
             span.start,
             span.stop,
             skip=grant.skip_tokens,

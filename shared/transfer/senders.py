@@ -104,6 +104,7 @@ class Senders:
             key, link, flow, num_tokens, self._timing, self._effects, is_prefix=is_prefix
         )
         self._senders[key] = sender
+        flow.num_transfers += 1
         sender.open(now)
         self._settle(sender)
         return self._take(now)
@@ -209,6 +210,10 @@ class Senders:
         """Whether a transfer on this link is not over."""
         return any(sender.link == link for sender in self._senders.values())
 
+    def num_on(self, link: LinkId) -> int:
+        """Transfers on this link that are not over; they share its bandwidth."""
+        return self._flows[link].num_transfers if link in self._flows else 0
+
     @property
     def pending_bytes(self) -> int:
         """KV that is announced and not acknowledged."""
@@ -266,7 +271,8 @@ class Senders:
     def _settle(self, sender: Sender) -> None:
         """After any event of a sender: index it, forget it, or let it queue; note its deadline."""
         if sender.is_over:
-            self._senders.pop(sender.key, None)
+            if self._senders.pop(sender.key, None) is not None:
+                sender.flow.num_transfers -= 1
             self._queue.pop(sender.key, None)
             if sender.transfer_id is not None:
                 self._by_id.pop((sender.link, sender.transfer_id), None)

@@ -31,6 +31,7 @@ class PairLink:
     lane_in: what carries it. bytes_per_s: out, from the canaries; the pusher refines it. windows:
     the peer's staging, where we can write it. offered: our own, where the peer has mapped it;
     empty: its frames come as whole messages. used_at: when either end last spoke of a transfer.
+    crossed_at: when a frame of ours last crossed.
     """
 
     def __init__(self, link_id: LinkId, terms: PairTerms, name: str, endpoint: Endpoint) -> None:
@@ -48,6 +49,7 @@ class PairLink:
         self.control: PairStream | None = None
         self.lost: MeshError | None = None
         self.used_at = asyncio.get_running_loop().time()
+        self.crossed_at = self.used_at
 
     def send(self, message: SourceMessage) -> None:
         """Tell the sink; never waits. On a link that is lost it goes nowhere."""
@@ -93,7 +95,12 @@ class LinkUser(Protocol[Heard]):
         ...
 
 
-LinkSource = LinkUser[SinkMessage | Pull]
+class LinkSource(LinkUser[SinkMessage | Pull], Protocol):
+    """Who pushes KV."""
+
+    def num_on(self, link: PairLink) -> int:
+        """Transfers that share this link's bandwidth now."""
+        ...
 
 
 class LinkSink(LinkUser[SourceMessage], Protocol):

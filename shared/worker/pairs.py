@@ -139,9 +139,13 @@ class PairTable:
 
     @property
     def speeds(self) -> dict[Incarnation, float]:
-        """The same, with the bytes a second to each, from canaries and pushes."""
+        """The same, with the bytes a second of one more push to each: what canaries and pushes have
+        measured, shared with those that are on their way."""
+        num_on = (lambda _: 0) if self._source is None else self._source.num_on
         return {
-            peer: link.bytes_per_s for peer, link in sorted(self._links.items()) if link.goes_out
+            peer: link.bytes_per_s / (1 + num_on(link))
+            for peer, link in sorted(self._links.items())
+            if link.goes_out
         }
 
     @property

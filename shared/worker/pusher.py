@@ -53,7 +53,7 @@ from shared.transfer.senders import Senders
 from shared.transport.base import Outcome
 from shared.worker.link import PairLink
 
-_SPEED_WEIGHT = 0.1  # of a new measurement in a link's moving mean
+_SPEED_WEIGHT = 0.2  # of a new measurement in a link's moving mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -365,6 +365,10 @@ class Pusher:
         """See ``LinkUser``."""
         return self.core.is_using(link.id)
 
+    def num_on(self, link: PairLink) -> int:
+        """See ``LinkSource``."""
+        return self.core.num_on(link.id)
+
     def link_lost(self, link: PairLink, error: MeshError) -> None:
         """A pair is gone."""
         del self._links[link.id]
@@ -442,15 +446,20 @@ class Pusher:
             self._slots.replace(order.slot)
         if outcome is not Outcome.DONE:
             return TransferFailed(f"a frame was not sent: {operation.error}", code="send")
-        took_s = loop_time() - posted_at if window is None else gather_s
+        now = loop_time()
+        # Frames cross one after the other: one that waits for others does not take longer itself.
+        took_s = now - max(posted_at, link.crossed_at) if window is None else gather_s
+        link.crossed_at = now
         _refine_speed(link, frame.num_bytes, took_s)
         return None
 
 
 def _refine_speed(link: PairLink, num_bytes: int, took_s: float) -> None:
-    # Small frames measure latency, not speed.
+    # Small frames measure latency, not speed. A mean of seconds a byte: it does not mind frames
+    # that end at once, as one after the other does where a link carries several side by side.
     if num_bytes >= DEFAULT_GROUP_BYTES and took_s > 0:
-        link.bytes_per_s += _SPEED_WEIGHT * (num_bytes / took_s - link.bytes_per_s)
+        byte_s = 1 / (link.bytes_per_s or num_bytes / took_s)
+        link.bytes_per_s = 1 / (byte_s + _SPEED_WEIGHT * (took_s / num_bytes - byte_s))
 
 
 def _look_at(ended: asyncio.Future[PushStats]) -> None:

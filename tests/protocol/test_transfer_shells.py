@@ -19,6 +19,7 @@ from shared.rpc.heartbeat_stream import MAX_OUTBOX, HeartbeatStream
 from shared.telemetry.moments import Moment
 from shared.transport.base import Outcome
 from shared.transport.pairing import FIRST_CANARY_BYTES
+from shared.worker import pusher
 from shared.worker.handshake import NUM_CANARIES
 from shared.worker.pusher import PushStats
 from tests.support.loopback import LoopbackFabric, LoopbackSettings, LoopbackTransport
@@ -342,6 +343,23 @@ async def test_a_slow_or_distant_link_makes_a_pair_too(bytes_per_s: float, laten
         (speed,) = ends.pairs.speeds.values()
         took_s = FIRST_CANARY_BYTES / bytes_per_s + 4 * latency_s
         assert FIRST_CANARY_BYTES / took_s / 2 < speed <= bytes_per_s
+
+
+@in_virtual_time
+async def test_pushes_that_share_a_link_tell_its_speed_and_what_one_more_would_get(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Frames that wait for each other make it no slower; who is pushing takes a share."""
+    monkeypatch.setattr(pusher, "DEFAULT_GROUP_BYTES", 1)
+    fabric = LoopbackFabric(LoopbackSettings(bytes_per_s=1e4, eager_bytes=0))
+    async with running_ends(fabric.open) as ends, asyncio.TaskGroup() as tasks:
+        (link,) = ends.pairs._links.values()
+        pushes = [tasks.create_task(ends.prefill.push(LONG + n)) for n in range(4)]
+        await asyncio.sleep(0.1)
+        assert ends.pairs.speeds == {link.peer: link.bytes_per_s / 5}
+        await asyncio.wait(pushes)
+        await ends.settled()
+        assert ends.pairs.speeds == {link.peer: pytest.approx(1e4, rel=0.2)}
 
 
 @in_virtual_time
@@ -671,6 +689,7 @@ class Peer:
         self.is_reading = asyncio.Event()
         self.is_reading.set()
         self.can_send_nowait = False
+        self.round_trip_s = 0.0
         self.there: list[str] = []
 
     def send_nowait(self, message: str) -> bool:
@@ -690,6 +709,15 @@ class Peer:
 
     def stream(self) -> HeartbeatStream[str, str]:
         return HeartbeatStream(self, heartbeat="beat", peer="peer")
+
+
+@in_virtual_time
+async def test_a_peer_that_is_far_away_may_be_silent_for_longer():
+    """Three round trips: what is lost on the way to it comes again after one or two."""
+    peer = Peer()
+    peer.round_trip_s = 0.2
+    error = await peer.stream().run(lambda message: None)
+    assert "silent for 1.6 s" in error.message
 
 
 @in_virtual_time
