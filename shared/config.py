@@ -182,7 +182,8 @@ class GatewayConfig(ServiceConfig):
     """Requests that may wait for a place; more are refused at once."""
 
     max_wait_s: Annotated[float, AboveZero(60)] = 2.0
-    """Longest wait for a place, for a worker pair, and for blocks on decode."""
+    """Longest wait for a place, for a worker pair, and for blocks on decode, there beyond what the
+    prompt is predicted to take."""
 
     overload: Annotated[str, OneOf(*get_args(OverloadName))] = "off"
     """When a request is refused that would miss its own limits (ttft_ms, tpot_ms): off; stage: when

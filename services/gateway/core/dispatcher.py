@@ -66,9 +66,9 @@ Effect = lifecycle.Effect | LookForPair | BlamePair | Send
 class Dispatcher:
     """Finds the workers of one request, attempt by attempt.
 
-    pair_wait_s: the longest wait for a pair, and for room on decode. failover_wait_s: the longest
-    that a client hears nothing because a worker was lost. prompt: see
-    ``RouteRequest``.
+    pair_wait_s: the longest wait for a pair, and for room on decode beyond what the prompt takes,
+    which needs none before. failover_wait_s: the longest that a client hears nothing because a
+    worker was lost. prompt: see ``RouteRequest``.
     """
 
     def __init__(
@@ -125,6 +125,7 @@ class Dispatcher:
             self._legs = {Leg.PREFILL: decision.prefill}
             if life.needs_decode:
                 self._legs[Leg.DECODE] = decision.decode
+        takes_s = 0.0 if decision.prediction is None else decision.prediction.ttft_s
         deadline_s = 0.0
         if self._deadline_at is not None:
             deadline_s = max(0.001, self._deadline_at - now)
@@ -134,7 +135,7 @@ class Dispatcher:
             legs=self._legs,
             token_ids=life.token_ids,
             sampling=life.sampling,
-            wait_s=max(LEAST_WAIT_S, self._blocks_by - now),
+            wait_s=max(LEAST_WAIT_S, self._blocks_by - now) + takes_s,
             deadline_s=deadline_s,
             after=self._after,
         )

@@ -14,6 +14,7 @@ from services.gateway.core.dispatcher import (
     LookForPair,
     Send,
 )
+from services.gateway.core.expectations import Prediction
 from services.gateway.core.lifecycle import CancelLeg, End, Leg, Lifecycle, Reroute
 from services.gateway.core.routing import RouteDecision
 from services.gateway.core.sides import RouteRequest
@@ -130,6 +131,15 @@ def test_who_failed_is_avoided_and_the_silence_counts() -> None:
     search = looked(room.fail(Leg.DECODE, WorkerLost("gone"), now=9.0, silence_s=60.0, lost=True))
     assert search.request.avoid == {D, OTHER}
     assert search.until == 9.0
+
+
+def test_a_long_prompt_may_wait_for_room_while_it_is_computed() -> None:
+    """Before that it needs none: others, as long, may hold it until then."""
+    room = Room()
+    room.dispatcher.begin(0.0)
+    takes_25_s = Prediction(queue_s=12.0, own_s=3.0, prefill_s=9.0, handover_s=1.0)
+    send = room.sent(PAIR._replace(prediction=takes_25_s), now=4.0)
+    assert send.wait_s == PAIR_WAIT_S - 4.0 + 25.0
 
 
 def test_a_pair_is_blamed_when_one_says_that_the_other_failed_it() -> None:
