@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, cast
 
 from services.planner.rows import DataError, count, first_of, number, read_json, read_rows
-from services.sim.baselines.distserve import DECODE_CAP_TOKENS, Arrival, Instances, Latency
+from services.sim.baselines.distserve import DECODE_CAP_TOKENS, Arrival, Instance, Latency
 from services.sim.baselines.distserve_times import Coefficients, Degree
 from shared.errors import InvalidRequest
 
@@ -85,8 +85,8 @@ class DistServeData:
         degrees = self._capacities[model]
         return sorted((d for d in degrees if str(d.tp) in fits), key=lambda d: (d.tp, d.pp))
 
-    def phase(self, model: str, degree: Degree, num_instances: int = 1) -> Instances:
-        """Return instances of a model. Raises InvalidRequest: not among ``models``, ``degrees``."""
+    def phase(self, model: str, degree: Degree) -> Instance:
+        """Return an instance. Raises InvalidRequest: not among ``models``, ``degrees``."""
         fits = self._fits(model)
         if degree not in self._capacities[model]:
             raise InvalidRequest(
@@ -110,7 +110,7 @@ class DistServeData:
             raise DataError(
                 f"{self._profile_path}: {model} at tp {degree.tp} is damaged: {error!r}"
             ) from None
-        return Instances(degree, coefficients, self._capacities[model][degree], num_instances)
+        return Instance(degree, coefficients, self._capacities[model][degree])
 
     def _fits(self, model: str) -> dict[str, Any]:
         if model not in self.models:
@@ -156,7 +156,7 @@ def read_requests(path: Path) -> list[GivenRequest]:
     return requests
 
 
-def check_sizes(path: Path, requests: Sequence[GivenRequest], prefill: Instances) -> None:
+def check_sizes(path: Path, requests: Sequence[GivenRequest], prefill: Instance) -> None:
     """Raises DataError: a request that no batch can take, and that would wait for ever."""
     for request in requests:
         arrival = request.arrival

@@ -24,7 +24,7 @@ from services.sim.baselines.distserve import (
     DECODE_CAP_TOKENS,
     Arrival,
     DistServeSim,
-    Instances,
+    Instance,
     Latency,
 )
 from services.sim.baselines.distserve_times import Coefficients, Degree
@@ -130,8 +130,8 @@ class Placer:
         degrees = [degree for degree in self._degrees if degree.num_devices <= most_gpus]
         return high_affinity(degrees, prefill_attains, decode_attains, rate)
 
-    def _both(self, one: Placement) -> tuple[Instances, Instances]:
+    def _both(self, one: Placement) -> tuple[Instance, Instance]:
         return self._degrees[one.whole_prefill], self._degrees[one.whole_decode]
 
-    def _run(self, prefill: Instances, decode: Instances, rate: float) -> list[Latency]:
+    def _run(self, prefill: Instance, decode: Instance, rate: float) -> list[Latency]:
         return DistServeSim(prefill, decode).run(self._demand.at(rate))

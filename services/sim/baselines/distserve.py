@@ -7,10 +7,10 @@ An instance is a ring of pipeline stages. A stage serves one batch at a time:
 - else decodes, from the head of the queue while sum(context + 1) <= 50,000. Whoever has made its
   step joins the queue's tail, so that a queue over the cap rotates.
 
-The last prefill stage hands a request to the decode instance with the shortest queue (in system
-``vllm``: back to the head of its own ring), and moving the KV takes no time. A stage with nothing
-to do is woken by whatever is queued, and begins when all else of that instant has happened:
-requests that arrive together are batched together.
+The last prefill stage hands a request to the decode instance (in system ``vllm``: back to the head
+of its own ring), and moving the KV takes no time. A stage with nothing to do is woken by whatever
+is queued, and begins when all else of that instant has happened: requests that arrive together are
+batched together.
 
 Two fidelities with the same result, bit for bit: ``exact`` makes an event of every step; ``runs``
 adds up the steps during which nobody comes, goes or is left out, in O(1) each.
@@ -54,14 +54,13 @@ class Latency:
 
 
 @dataclass(frozen=True, slots=True)
-class Instances:
+class Instance:
     """One kind of instance. capacity: tokens of KV, which bound a prefill batch (and, as in their
     code, the number of sequences of a decode batch)."""
 
     degree: Degree
     coefficients: Coefficients
     capacity: int
-    num_instances: int = 1
 
 
 class _Job:
@@ -82,8 +81,8 @@ _Batch = Sequence[_Job]
 class _Stage:
     """One worker: a tensor-parallel group that holds a share of the layers."""
 
-    prefill: Instances
-    decode: Instances
+    prefill: Instance
+    decode: Instance
     is_first: bool
     is_last: bool
     ring: list[_Stage]
@@ -94,18 +93,12 @@ class _Stage:
     batches: deque[_Batch] = field(default_factory=deque[_Batch])
     decodes: deque[_Job] = field(default_factory=deque[_Job])
     queued_tokens: int = 0
-    in_prefill: int = 0
     is_idle: bool = True
     is_woken: bool = False
 
     @property
     def has_work(self) -> bool:
         return bool(self.prompts or self.batches or self.decodes)
-
-    @property
-    def load(self) -> int:
-        """What the router compares among prefill instances."""
-        return self.in_prefill + len(self.prompts)
 
     def queue_decode(self, job: _Job) -> None:
         self.decodes.append(job)
@@ -137,8 +130,8 @@ class DistServeSim:
 
     def __init__(
         self,
-        prefill: Instances,
-        decode: Instances,
+        prefill: Instance,
+        decode: Instance,
         *,
         is_split: bool = True,
         fidelity: Fidelity = "runs",
@@ -153,15 +146,9 @@ class DistServeSim:
         self._order = 0
         self._arrivals: list[_Job] = []
         self._next_arrival = 0
+        self._decode_head = _ring(prefill, decode, decode.degree.pp, None)
         hand_over = self._to_decode if is_split else None
-        self._heads = [
-            self._ring(prefill, decode, prefill.degree.pp, hand_over)
-            for _ in range(prefill.num_instances)
-        ]
-        self._decode_heads = [
-            self._ring(prefill, decode, decode.degree.pp, None)
-            for _ in range(decode.num_instances if is_split else 0)
-        ]
+        self._head = _ring(prefill, decode, prefill.degree.pp, hand_over)
 
     def run(
         self,
@@ -171,7 +158,7 @@ class DistServeSim:
         """Serve requests, given by time of arrival, and return what each felt.
 
         on_progress is told now and then how many have arrived. No request may be larger than a
-        batch: `largest_prompt` and DECODE_CAP_TOKENS bound it (theirs would never end).
+        batch: its capacity and DECODE_CAP_TOKENS bound it (theirs would never end).
         """
         jobs = self._arrivals = [_Job(arrival) for arrival in workload]
         while True:
@@ -189,39 +176,20 @@ class DistServeSim:
             else:
                 return [_latency(job) for job in jobs]
 
-    def _ring(
-        self,
-        prefill: Instances,
-        decode: Instances,
-        pp: int,
-        hand_over: Callable[[_Job], None] | None,
-    ) -> _Stage:
-        ring: list[_Stage] = []
-        for rank in range(pp):
-            is_last = rank == pp - 1
-            give = hand_over if is_last else None
-            ring.append(_Stage(prefill, decode, rank == 0, is_last, ring, give))
-        for rank, stage in enumerate(ring):
-            stage.next = ring[(rank + 1) % pp]
-        return ring[0]
-
     # What happens.
 
     def _arrive(self, job: _Job) -> None:
         self.now = job.at_ms
-        head = min(self._heads, key=lambda stage: stage.load)
-        head.prompts.append(job)
-        self._wake(head)
+        self._head.prompts.append(job)
+        self._wake(self._head)
 
     def _to_decode(self, job: _Job) -> None:
-        head = min(self._decode_heads, key=lambda stage: len(stage.decodes))
-        head.queue_decode(job)
-        self._wake(head)
+        self._decode_head.queue_decode(job)
+        self._wake(self._decode_head)
 
     def _happen(self, stage: _Stage, what: str, batch: _Batch) -> None:
         match what:
             case "prefill":
-                stage.in_prefill = 0
                 self._prefilled(stage, batch)
             case "decode":
                 self._decoded(stage, batch)
@@ -286,7 +254,6 @@ class DistServeSim:
         )
         if stage.is_first:
             took += first_stage_ms(num_tokens)
-        stage.in_prefill = len(batch)
         self.num_steps += 1
         self._push(self.now + took, stage, "prefill", batch)
 
@@ -332,6 +299,20 @@ class DistServeSim:
             num_rounds += 1
         self.num_steps += num_rounds * len(head.ring)
         return start, num_rounds
+
+
+def _ring(
+    prefill: Instance, decode: Instance, pp: int, hand_over: Callable[[_Job], None] | None
+) -> _Stage:
+    ring: list[_Stage] = []
+    for rank in range(pp):
+        is_last = rank == pp - 1
+        ring.append(
+            _Stage(prefill, decode, rank == 0, is_last, ring, hand_over if is_last else None)
+        )
+    for rank, stage in enumerate(ring):
+        stage.next = ring[(rank + 1) % pp]
+    return ring[0]
 
 
 def _decode_ms(stage: _Stage, batch: int, num_tokens: int) -> float:
