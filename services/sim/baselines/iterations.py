@@ -106,18 +106,11 @@ class SarathiPolicy:
 
     num_workers = 1
 
-    def __init__(self, budget: int, max_running: int = 128, num_slots: int = 1 << 40) -> None:
-        """budget: tokens of an iteration that prompts may fill; decodes count first. num_slots:
-        tokens of KV; the latest request gives its own back when a decode lacks room."""
-        self._budget, self._max_running, self._num_slots = budget, max_running, num_slots
+    def __init__(self, budget: int) -> None:
+        """budget: tokens of an iteration that prompts may fill; decodes count first."""
+        self._budget = budget
         self._running: list[Stream] = []
         self._waiting: deque[Stream] = deque()
-        self.num_preempted = 0
-
-    @property
-    def num_held(self) -> int:
-        """Tokens of KV in use."""
-        return sum(stream.num_computed for stream in self._running)
 
     def arrive(self, stream: Stream) -> None:
         """See BatchPolicy."""
@@ -125,31 +118,15 @@ class SarathiPolicy:
 
     def select(self) -> list[Part]:
         """See BatchPolicy."""
-        num_decodes = sum(stream.is_decoding for stream in self._running)
-        while len(self._running) > 1 and self.num_held + num_decodes > self._num_slots:
-            last = self._running.pop()
-            num_decodes -= last.is_decoding
-            last.num_computed = 0
-            self.num_preempted += 1
-            self._waiting.appendleft(last)
         batch = [Part(s, 1, s.num_computed) for s in self._running if s.is_decoding]
         left = self._budget - len(batch)
-        held = self.num_held + len(batch)
+        while self._waiting and left > sum(map(_uncomputed, self._running)):
+            self._running.append(self._waiting.popleft())
         for stream in self._running:
             num = min(_uncomputed(stream), left)
             if num > 0:
                 batch.append(Part(stream, num, stream.num_computed))
                 left -= num
-                held += num
-        while self._waiting and len(self._running) < self._max_running:
-            stream = self._waiting[0]
-            num = min(_uncomputed(stream), left)
-            if num <= 0 or held + _uncomputed(stream) > self._num_slots:
-                break
-            self._running.append(self._waiting.popleft())
-            batch.append(Part(stream, num, 0))
-            left -= num
-            held += num
         return batch
 
     def finish(self, stream: Stream) -> None:
@@ -159,9 +136,7 @@ class SarathiPolicy:
 
 def _uncomputed(stream: Stream) -> int:
     """Tokens of its prompt that are to be computed before it decodes."""
-    if stream.is_decoding:
-        return 0
-    return stream.prompt_len - stream.num_computed
+    return max(0, stream.prompt_len - stream.num_computed)
 
 
 def serve(

@@ -121,16 +121,6 @@ def test_only_the_last_chunk_yields_a_token() -> None:
     assert parts == [300, 300, 300, 100, 1, 1]
 
 
-def test_a_lack_of_memory_preempts_the_latest() -> None:
-    """It starts its prompt anew, and all end."""
-    streams = [Stream(idx, 0.0, 40, 30) for idx in range(3)]
-    policy = SarathiPolicy(512, num_slots=150)
-    serve(policy, streams, step_s)
-    assert policy.num_preempted
-    assert len(streams[0].token_times) == 30
-    check_finished(streams)
-
-
 @pytest.mark.parametrize(("chunk", "most"), [(512, 0.25), (2048, 0.05)])
 def test_what_chunks_cost(chunk: int, most: float) -> None:
     """Reading the KV of earlier chunks anew, and a step's fixed cost: little at 512."""
