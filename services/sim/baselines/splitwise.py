@@ -8,7 +8,7 @@ when it is idle. If nothing is left, both tasks run on the machine with the shor
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -54,17 +54,9 @@ class SplitwiseSim:
         ] = []
         self._order = 0
         self._pair: dict[int, tuple[SplitwiseMachine, SplitwiseMachine]] = {}
-        self.num_iterations = 0
 
-    def run(
-        self,
-        requests: Iterable[SplitwiseRequest],
-        give_up: Callable[[SplitwiseRequest], bool] = lambda request: False,
-    ) -> bool:
-        """Serve requests, in order of arrival; what each felt is written into it.
-
-        give_up: told every finished request; True ends the run. Returns whether it came to its end.
-        """
+    def run(self, requests: Iterable[SplitwiseRequest]) -> None:
+        """Serve requests, in order of arrival; what each felt is written into it."""
         for request in requests:
             self._push(request.at, "arrive", None, request)
         while self._heap:
@@ -76,10 +68,7 @@ class SplitwiseSim:
                 assert request is not None
                 self._moved(now, request)
             elif machine is not None:
-                for done in self._iterated(now, machine):
-                    if give_up(done):
-                        return False
-        return True
+                self._iterated(now, machine)
 
     def _push(
         self,
@@ -147,22 +136,21 @@ class SplitwiseSim:
                 machine.pool = machine.home
             return
         machine.busy = prompts, decodes
-        self.num_iterations += 1
         num_tokens = sum(one.prompt_len for one in prompts)
         took = machine.times.iteration_s(num_tokens, len(decodes))
         self._push(now + took, "iterate", machine, None)
 
-    def _iterated(self, now: float, machine: SplitwiseMachine) -> list[SplitwiseRequest]:
+    def _iterated(self, now: float, machine: SplitwiseMachine) -> None:
         assert machine.busy is not None
         prompts, decodes = machine.busy
         machine.busy = None
-        done: list[SplitwiseRequest] = []
+        has_ended = False
         for one in decodes:
             one.num_generated += 1
             if one.num_generated == one.output_len:
-                done.append(one)
+                has_ended = True
                 self._finish(now, one, machine)
-        if done:
+        if has_ended:
             machine.running = [one for one in machine.running if one.end_at < 0]
         for one in prompts:
             one.first_at = now
@@ -170,7 +158,6 @@ class SplitwiseSim:
             machine.pending -= one.prompt_len
             _, token = self._pair[one.idx]
             if one.output_len == 1:
-                done.append(one)
                 self._finish(now, one, machine)
             elif token is machine:
                 machine.waiting.append(one)
@@ -179,7 +166,6 @@ class SplitwiseSim:
                 token.used += size
                 self._push(now + size / self._bandwidth, "moved", token, one)
         self._start(now, machine)
-        return done
 
     def _moved(self, now: float, request: SplitwiseRequest) -> None:
         prompt, token = self._pair[request.idx]
