@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
+from msgspec.structs import replace
+
 from services.planner.core.adbs import Adbs, QuotaShare, QuotaUse, adapted_quota, initial_quota
 from services.planner.core.fetch import DEVICE_FLOPS, prefill_flops
 from services.planner.core.kv_size import PUBLISHED
@@ -285,7 +287,7 @@ def rejections(requests: Sequence[PrefixRequest]) -> dict[str, OverloadOutcome]:
 def mooncake_scheduling_tables(requests: Sequence[PrefixRequest]) -> list[PaperTable]:
     """The order of scheduling rules, and what rejecting earlier saves; of a trace in time."""
     ttfts = pool_ttft(requests)
-    twice = [PrefixRequest(r.at / 2, r.prompt_len, r.output_len, r.blocks) for r in requests]
+    twice = [replace(request, at_ms=request.at_ms / 2) for request in requests]
     refused = rejections(twice)
     why = "theirs: 16 nodes, measured; ours: closed-form times. The order is theirs"
     order = [

@@ -23,7 +23,7 @@ from services.planner.core.paper_table import PaperRow, PaperTable
 from services.planner.mooncake_trace import read_mooncake
 from services.planner.paper_runs import mooncake_scheduling_tables
 from services.planner.rows import first_of
-from services.sim.baselines.mooncake import PrefixRequest
+from services.sim.baselines.mooncake import BLOCK_TOKENS
 from shared.errors import InvalidRequest
 
 
@@ -60,20 +60,23 @@ def mooncake(
     if replay_file is None:
         if (policy, blocks) != ("lru", "inf"):
             raise InvalidRequest("--policy and --blocks need --replay TRACE.jsonl: what is hit?")
-        measured = [] if data is None else [*_scheduling(data), *_hit_rates(data)]
-        show_tables([*mooncake_tables(), *measured], as_json=as_json)
+        tables = mooncake_tables()
+        if data is not None:
+            conversation = read_mooncake(_trace_path(data, "conversation"))
+            tables += [*mooncake_scheduling_tables(conversation), _hit_rates(data)]
+        show_tables(tables, as_json=as_json)
         return
     capacity = _capacity(blocks)
     trace = read_mooncake(replay_file)
-    if trace.num_odd:
+    if num_odd := sum(len(it.blocks) != -(-it.prompt_len // BLOCK_TOKENS) for it in trace):
         print(
-            f"pdmesh: {trace.num_odd} of {len(trace.lines)} lines have another number of hash_ids "
+            f"pdmesh: {num_odd} of {len(trace)} lines have another number of hash_ids "
             "than their input_length has blocks of 512 tokens; the ids count",
             file=sys.stderr,
         )
-    with progress(f"{policy}, {blocks} blocks", len(trace.lines)) as on_progress:
+    with progress(f"{policy}, {blocks} blocks", len(trace)) as on_progress:
         cache = POLICIES[policy](capacity, later)
-        found = replay((line.hash_ids for line in trace.lines), cache, on_progress)
+        found = replay((line.blocks for line in trace), cache, on_progress)
     if as_json:
         told = {"policy": policy, "blocks": capacity, "hit_rate": found.hit_rate}
         print(orjson.dumps(told | asdict(found)).decode())
@@ -90,35 +93,20 @@ def _trace_path(folder: Path, name: str) -> Path:
     return first_of(folder, f"mooncake_fast25_{name}_trace.jsonl", f"{name}_trace.jsonl")
 
 
-def _scheduling(folder: Path) -> list[PaperTable]:
-    lines = read_mooncake(_trace_path(folder, "conversation")).lines
-    return mooncake_scheduling_tables(
-        [
-            PrefixRequest(
-                line.timestamp / 1000, line.input_length, line.output_length, line.hash_ids
-            )
-            for line in lines
-        ]
-    )
-
-
-def _hit_rates(folder: Path) -> list[PaperTable]:
+def _hit_rates(folder: Path) -> PaperTable:
     rows: list[PaperRow] = []
-    policies: tuple[Policy, ...] = ("lru", "lfu", "length-aware")
     for name, expected in FAST25_HIT_RATES.items():
-        lines = read_mooncake(_trace_path(folder, name)).lines
-        for policy in policies:
+        lines = read_mooncake(_trace_path(folder, name))
+        for policy in POLICIES:
             with progress(f"{name}, {policy}", len(lines)) as on_progress:
                 for idx, capacity in enumerate(FAST25_CAPACITIES):
                     cache = POLICIES[policy](capacity, "evicted")
-                    found = replay((line.hash_ids for line in lines), cache, on_progress)
+                    found = replay((line.blocks for line in lines), cache, on_progress)
                     size = f"{capacity:,}" if capacity else "inf"
                     theirs = f"{expected[policy][idx]:.4f}" if policy in expected else ""
                     what = f"{name}, {policy}, {size} blocks"
                     rows.append(PaperRow(what, theirs, found.hit_rate, 4))
-    return [
-        PaperTable("Mooncake FAST'25 traces: hit rate of one global cache", rows, [REPLAY_NOTE])
-    ]
+    return PaperTable("Mooncake FAST'25 traces: hit rate of one global cache", rows, [REPLAY_NOTE])
 
 
 def _capacity(blocks: str) -> int | None:

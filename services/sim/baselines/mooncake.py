@@ -14,7 +14,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
+
+import msgspec
 
 Choice = Literal["random", "balance", "local", "global"]
 Rejection = Literal["stages", "early", "predicted"]
@@ -24,14 +26,22 @@ REJECTIONS: Final[tuple[Rejection, ...]] = ("stages", "early", "predicted")
 BLOCK_TOKENS: Final = 512
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixRequest:
-    """One line of a trace; blocks: ids of its prompt's blocks."""
+_Count = Annotated[int, msgspec.Meta(ge=0, le=10_000_000)]
 
-    at: float
-    prompt_len: int
-    output_len: int
-    blocks: Sequence[int]
+
+class PrefixRequest(msgspec.Struct, frozen=True):
+    """One line of a trace. at_ms: when it arrives; blocks: an id for every started block of 512
+    tokens of its prompt."""
+
+    at_ms: Annotated[float, msgspec.Meta(ge=0, lt=1e15)] = msgspec.field(name="timestamp")
+    prompt_len: _Count = msgspec.field(name="input_length")
+    output_len: _Count = msgspec.field(name="output_length")
+    blocks: tuple[int, ...] = msgspec.field(name="hash_ids")
+
+    @property
+    def at(self) -> float:
+        """The same in seconds."""
+        return self.at_ms / 1000
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,9 @@ from services.gateway.core.prefix_index import PrefixIndex, column_of
 from services.gateway.core.prefixes import Indexed
 from services.planner.core.cache_replay import POLICIES, Policy, replay
 from services.planner.core.mooncake import FAST25_CAPACITIES, FAST25_HIT_RATES
-from services.planner.mooncake_trace import BLOCK_TOKENS, read_mooncake
+from services.planner.mooncake_trace import read_mooncake
 from services.planner.rows import first_of
+from services.sim.baselines.mooncake import BLOCK_TOKENS
 from shared.kv.journal import Journal, Tier, key_of
 from shared.kv.pool import BlockPool
 from shared.kv.prefix_hash import prefix_hashes, root_hash
@@ -163,7 +164,7 @@ def drawn(num: int, seed: int) -> list[tuple[int, ...]]:
 def trace(name: str) -> list[tuple[int, ...]]:
     """The blocks of each request of a public trace."""
     path = first_of(Path(TRACES or "."), f"mooncake_fast25_{name}_trace.jsonl")
-    return [line.hash_ids for line in read_mooncake(path).lines]
+    return [line.blocks for line in read_mooncake(path)]
 
 
 def require_the_replay(

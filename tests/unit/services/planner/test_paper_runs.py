@@ -66,7 +66,7 @@ def trace(num: int, rate: float) -> list[PrefixRequest]:
     rng = random.Random(0)
     at, requests = 0.0, list[PrefixRequest]()
     for ask, _ in zip(SHAPES["mooncake"].asks(rng), range(num), strict=False):
-        requests.append(PrefixRequest(at, ask.num_input, ask.num_output, ask.block_ids))
+        requests.append(PrefixRequest(1000 * at, ask.num_input, ask.num_output, ask.block_ids))
         at += rng.expovariate(rate)
     return requests
 
