@@ -9,6 +9,7 @@ popular models first. Times come from a roofline: their profile is not free to u
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -136,14 +137,9 @@ def _most_sequences(models: Sequence[MuxModel], tp: int) -> list[int]:
 
 
 def _least_batch(model: MuxModel, tp: int, sm: float, most: int) -> int:
-    low, high = 1, most
-    while low < high:
-        middle = (low + high) // 2
-        if alone(model, tp, sm, middle) >= model.rate:
-            high = middle
-        else:
-            low = middle + 1
-    return low
+    return 1 + bisect_left(
+        range(1, most), True, key=lambda batch: alone(model, tp, sm, batch) >= model.rate
+    )
 
 
 @lru_cache(maxsize=65536)
