@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Final, Literal
 
+import numpy
+
 from services.planner.core.kv_size import KvShape
 from services.sim.baselines.distserve import Latency
 from services.sim.baselines.distserve_times import Degree
@@ -101,12 +103,8 @@ class LatencyGoal:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Return the quantile by linear interpolation, as numpy and pandas do. values: at least one."""
-    ordered = sorted(values)
-    at = (len(ordered) - 1) * share
-    low = math.floor(at)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+    """Return the quantile by linear interpolation, as pandas does. values: at least one."""
+    return float(numpy.quantile(values, share))
 
 
 def best_rate(
