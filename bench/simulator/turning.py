@@ -63,12 +63,12 @@ class Tried(NamedTuple):
     mesh: str
     budget: int
     rate: float
-    outcomes: list[RequestOutcome]
+    outcomes: Sequence[RequestOutcome]
 
 
-def run(flags: SimFlags, mesh: str) -> list[RequestOutcome]:
+def run(flags: SimFlags, mesh: str) -> Sequence[RequestOutcome]:
     """Return what every request felt."""
-    return flags.run(read_mesh(mesh)).outcomes
+    return flags.run(read_mesh(mesh)).answers
 
 
 def try_all(flags: SimFlags, ttft_s: float, slowest_s: float) -> list[Tried]:

@@ -25,7 +25,7 @@ from services.sim.worker import CoreWorker
 from shared.config import STEP_TOKENS
 from shared.errors import InvalidRequest
 from shared.predict.times import TimeModel
-from shared.telemetry.definitions import RequestOutcome, Slo, attainment, percentile
+from shared.telemetry.definitions import Slo, attainment, percentile
 
 TBT_TARGET_S = 0.05
 """What mixed workers keep steps to beside answers, if nobody says otherwise (shared/config.py)."""
@@ -79,11 +79,6 @@ class MeshRun:
     took_s: float
 
     @property
-    def outcomes(self) -> list[RequestOutcome]:
-        """Every request, in the terms of the definitions."""
-        return [RequestOutcome(a.asked_at, a.token_times, a.is_complete) for a in self.answers]
-
-    @property
     def goodput(self) -> float:
         """Requests/s within the limits, for each worker; 0 of a run that ended early."""
         return (self.attained or 0.0) * self.rate / self.shape.num_workers
@@ -126,11 +121,10 @@ def run_mesh(
         else None
     )
     answers = run_open_loop(mesh, requests, on_progress, verdict)
-    outcomes = [RequestOutcome(a.asked_at, a.token_times, a.is_complete) for a in answers]
     is_early = verdict is not None and verdict.attains is not None
-    attained = None if is_early else attainment(outcomes, setting.slo)
+    attained = None if is_early else attainment(answers, setting.slo)
     attains = bool(verdict.attains) if is_early and verdict else (attained or 0) >= setting.target
-    span_s = max((one.token_times[-1] for one in outcomes if one.token_times), default=0.0)
+    span_s = max((one.token_times[-1] for one in answers if one.token_times), default=0.0)
     return MeshRun(
         shape=shape,
         rate=rate,
@@ -138,7 +132,7 @@ def run_mesh(
         attains=attains,
         attained=attained,
         answers=answers,
-        felt=None if is_early else _felt(outcomes, parts, setting, span_s),
+        felt=None if is_early else _felt(answers, parts, setting, span_s),
         num_events=mesh.clock.num_events,
         took_s=time.perf_counter() - began,
     )
@@ -202,13 +196,13 @@ def _size(setting: MeshSetting, unit: Unit) -> WorkerSize:
 
 
 def _felt(
-    outcomes: Sequence[RequestOutcome],
+    answers: Sequence[SimAnswer],
     workers: Sequence[tuple[MeshPart, CoreWorker]],
     setting: MeshSetting,
     span_s: float,
 ) -> Felt:
-    slo, num = setting.slo, max(1, len(outcomes))
-    served = [one for one in outcomes if one.is_complete and one.ttft_s is not None]
+    slo, num = setting.slo, max(1, len(answers))
+    served = [one for one in answers if one.is_complete and one.ttft_s is not None]
     ttft = [one.token_times[0] - one.arrived_at for one in served]
     tpot = [one.tpot_s for one in served]
     level = 100 * setting.target
@@ -220,7 +214,7 @@ def _felt(
     return Felt(
         late=sum(value > slo.ttft_s for value in ttft) / num,
         slow=sum(value > slo.tpot_s for value in tpot) / num,
-        unserved=(len(outcomes) - len(served)) / num,
+        unserved=(len(answers) - len(served)) / num,
         ttft_use=percentile(ttft, level) / slo.ttft_s if ttft else 0.0,
         tpot_use=percentile(tpot, level) / slo.tpot_s if tpot else 0.0,
         prompt_busy=busiest("PM"),

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from services.sim.mesh import CoreAnswer, CoreMesh
-from services.sim.token_times import TokenTimes
 from shared.errors import InvariantViolated
 from shared.kv.layout import KvLayout
 from shared.model_spec import ModelSpec
@@ -54,18 +53,15 @@ class SimRequest:
     num_output: int
 
 
-@dataclass(frozen=True, slots=True)
-class SimAnswer:
-    """What one request felt. token_times, sent_at (of the last attempt): on the clock of
-    ``asked_at``. error: '' or its type. prompt: as its worker told it; None = it never did."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimAnswer(RequestOutcome):
+    """What one request felt. error: '' or its type. sent_at: of the last attempt. prompt: as its
+    worker told it; None = it never did."""
 
-    asked_at: float
-    token_times: TokenTimes
-    is_complete: bool
     error: str
     num_attempts: int
-    sent_at: float = 0.0
-    prompt: PromptTimes | None = None
+    sent_at: float
+    prompt: PromptTimes | None
 
 
 @dataclass(slots=True)
@@ -187,8 +183,8 @@ def _felt(answer: CoreAnswer, num_output: int, start: float) -> SimAnswer:
         answer.asked_at - start,
         answer.token_times.count_from(start),
         answer.is_over and answer.error is None and has_all,
-        "" if answer.error is None else answer.error.type,
-        answer.life.num_attempts,
-        answer.sent_at - start,
-        answer.computed,
+        error="" if answer.error is None else answer.error.type,
+        num_attempts=answer.life.num_attempts,
+        sent_at=answer.sent_at - start,
+        prompt=answer.computed,
     )

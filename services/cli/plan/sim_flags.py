@@ -278,7 +278,7 @@ class SimFlags:
             "seed": self.seed,
             "attainment": run.attained,
             "goodput_per_worker": run.goodput,
-            "latency_s": latencies(run.outcomes),
+            "latency_s": latencies(run.answers),
             "limit": None if limit is None else asdict(limit),
             "errors": run.errors,
             "num_retried": run.num_retried,

@@ -44,7 +44,7 @@ def simulated_run(
     """Return simulated requests as a run that was measured. name: of the workload. label: in the
     place of a URL."""
     pairs = zip(asks, answers, strict=False)
-    asked = tuple(replace(ask, due_s=answer.asked_at) for ask, answer in pairs)
+    asked = tuple(replace(ask, due_s=answer.arrived_at) for ask, answer in pairs)
     told = [
         ([(at, 1) for at in it.token_times], "" if it.is_complete else it.error or "not over")
         for it in answers

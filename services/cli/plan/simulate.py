@@ -71,7 +71,7 @@ def simulate(
         f"{flags.rate:g}/s, seed {flags.seed}"
     )
     table = plain_table("", *QS)
-    for name, values in latencies(run.outcomes).items():
+    for name, values in latencies(run.answers).items():
         table.add_row(name, *(_ms(value) for value in values.values()))
     console.print(table)
     console.print(
@@ -184,7 +184,7 @@ def _simulated(
 
 
 def _row(run: MeshRun) -> list[str]:
-    felt = latencies(run.outcomes)
+    felt = latencies(run.answers)
     shown = [
         _ms(felt[name][q]) if name in felt else "–"
         for name in ("TTFT", "TPOT")

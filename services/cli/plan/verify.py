@@ -230,7 +230,7 @@ def _felt(answer: SimAnswer, was: SeenRequest, door_s: float) -> SeenRequest:
     """Return what a simulated request felt, in the terms of receipts."""
     times, told = answer.token_times, answer.prompt
     num = len(times)
-    ttft_s = door_s + times[0] - answer.asked_at if times else None
+    ttft_s = door_s + times[0] - answer.arrived_at if times else None
     tpot_s = (times[-1] - times[0]) / (num - 1) if num > 1 else 0.0
     terms = None
     if ttft_s is not None and told is not None:
@@ -238,7 +238,7 @@ def _felt(answer: SimAnswer, was: SeenRequest, door_s: float) -> SeenRequest:
             ttft_s,
             tpot_s,
             num,
-            gateway=door_s + answer.sent_at - answer.asked_at,
+            gateway=door_s + answer.sent_at - answer.arrived_at,
             prefill_queue=told.queue_s,
             prefill=told.compute_s,
             first_gap_s=times[1] - times[0] if num > 1 else 0.0,

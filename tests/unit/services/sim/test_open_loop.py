@@ -19,7 +19,7 @@ from services.sim.open_loop import (
 from services.sim.orders import WorkerSize
 from shared.engine.fake import DEFAULT_TIMING
 from shared.predict.times import AffineTimes
-from shared.telemetry.definitions import RequestOutcome, Slo, attainment
+from shared.telemetry.definitions import Slo, attainment
 from tests.support.core_mesh import MODEL, ExactEngine, simulated_mesh
 
 COST = AffineTimes(base_s=0.010, prompt_token_s=1e-4, decode_row_s=2e-4, context_token_s=1e-7)
@@ -68,7 +68,7 @@ def test_a_request_alone_is_its_steps_and_a_few_words() -> None:
     """First token: a prefill step and the ways of five messages at most; then decode steps."""
     (answer,) = run_open_loop(mesh_of(), [SimRequest(0.0, (5,) * 1000, 5)])
     assert answer.is_complete
-    first_s = answer.token_times[0] - answer.asked_at
+    first_s = answer.token_times[0] - answer.arrived_at
     assert 0 <= first_s - (COST.base_s + 1000 * COST.prompt_token_s) <= 0.003
     step_s = COST.base_s + COST.decode_row_s + 1002 * COST.context_token_s
     gaps = [b - a for a, b in zip(answer.token_times[1:], answer.token_times[2:], strict=False)]
@@ -90,8 +90,7 @@ def test_a_verdict_that_comes_early_is_that_of_the_whole_run() -> None:
     verdict = RunVerdict(slo, 0.9, len(requests))
     run_open_loop(mesh_of(), requests, verdict=verdict)
     answers = run_open_loop(mesh_of(), requests)
-    outcomes = [RequestOutcome(it.asked_at, it.token_times, it.is_complete) for it in answers]
-    assert attainment(outcomes, slo) == 0.9
+    assert attainment(answers, slo) == 0.9
     assert verdict.attains
 
 
@@ -130,7 +129,7 @@ def test_nothing_is_lost(seed: int, kinds: tuple[int, int, int]) -> None:
     answers = run_open_loop(mesh_of(*kinds, num_blocks=512), requests)
     for answer, request in zip(answers, requests, strict=True):
         assert answer.is_complete
-        assert answer.asked_at == pytest.approx(request.at_s)
+        assert answer.arrived_at == pytest.approx(request.at_s)
         assert len(answer.token_times) == request.num_output
         assert list(answer.token_times) == sorted(answer.token_times)
 
@@ -182,7 +181,7 @@ def test_prefixes_that_are_there_are_not_computed_again() -> None:
     """The second of two equal prompts has its first token much sooner."""
     prompt = (7,) * 2000
     answers = run_open_loop(mesh_of(), [SimRequest(0.0, prompt, 2), SimRequest(5.0, prompt, 2)])
-    first, second = (answer.token_times[0] - answer.asked_at for answer in answers)
+    first, second = (answer.token_times[0] - answer.arrived_at for answer in answers)
     assert second < 0.2 * first
 
 
@@ -191,7 +190,7 @@ def test_more_workers_are_quicker_under_load() -> None:
 
     def median_ttft(num_prefill: int) -> float:
         answers = run_open_loop(mesh_of(num_prefill, 2), drawn(3, num=120, rate=40.0))
-        ttfts = sorted(answer.token_times[0] - answer.asked_at for answer in answers)
+        ttfts = sorted(answer.token_times[0] - answer.arrived_at for answer in answers)
         return ttfts[len(ttfts) // 2]
 
     assert median_ttft(4) < median_ttft(2) < median_ttft(1)
