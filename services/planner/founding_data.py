@@ -9,20 +9,14 @@ from statistics import fmean, median
 from services.planner.core.paper_table import PaperRow, PaperTable
 from services.planner.mooncake_trace import read_mooncake
 from services.planner.rows import first_of
-from services.planner.splitwise_data import machine_times, read_azure_lengths, read_runs
+from services.planner.splitwise_data import machine_times, read_azure_lengths, read_runs, runs_of
 from services.sim.baselines.splitwise_times import MeasuredRun
 
 
-def decode_ms(
-    runs: Sequence[MeasuredRun], model: str, hardware: str, batch: int, prompt_len: int = 512
-) -> float:
-    """Return the median time of a decode step, with 8 GPUs."""
-    return median(
-        run.token_ms
-        for run in runs
-        if (run.model, run.hardware, run.tp, run.batch, run.prompt_len)
-        == (model, hardware, 8, batch, prompt_len)
-    )
+def decode_ms(runs: Sequence[MeasuredRun], model: str, hardware: str, batch: int) -> float:
+    """Return the median time of a decode step, with 8 GPUs and prompts of 512 tokens."""
+    own = runs_of(runs, model, hardware)
+    return median(run.token_ms for run in own if (run.batch, run.prompt_len) == (batch, 512))
 
 
 def data_tables(folder: Path) -> list[PaperTable]:

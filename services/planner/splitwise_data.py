@@ -36,14 +36,12 @@ def read_runs(path: Path) -> list[MeasuredRun]:
     return runs
 
 
-def runs_of(
-    runs: Sequence[MeasuredRun], model: str, hardware: str, tp: int = 8
-) -> list[MeasuredRun]:
-    """Return the runs of one machine. Raises DataError: there are none."""
-    found = [run for run in runs if (run.model, run.hardware, run.tp) == (model, hardware, tp)]
+def runs_of(runs: Sequence[MeasuredRun], model: str, hardware: str) -> list[MeasuredRun]:
+    """Return the runs of a machine with 8 GPUs. Raises DataError: there are none."""
+    found = [run for run in runs if (run.model, run.hardware, run.tp) == (model, hardware, 8)]
     if not found:
         known = sorted({f"{run.model} on {run.hardware} tp{run.tp}" for run in runs})
-        raise DataError(f"no runs of {model} on {hardware} tp{tp}; known: {', '.join(known)}")
+        raise DataError(f"no runs of {model} on {hardware} tp8; known: {', '.join(known)}")
     return found
 
 
