@@ -26,8 +26,9 @@ from services.gateway.core.router import SMALL_SURPRISE, Router
 from services.gateway.core.routing import POLICIES, RouteDecision
 from services.gateway.core.sides import RouteRequest
 from services.gateway.core.worker import Role, Worker, WorkerStatus
-from services.planner.core.fetch import ATTENTION_OPS, DEVICE_FLOPS, LINEAR_OPS
+from services.planner.core.fetch import ATTENTION_OPS, LINEAR_OPS
 from services.planner.core.kv_size import PUBLISHED
+from services.planner.core.roofline import DEVICES
 from services.sim.clock import WIRE_S, EventClock
 from shared.errors import InvariantViolated
 from shared.ids import Incarnation, StreamId
@@ -47,7 +48,7 @@ LAYOUT = KvLayout(
 )  # fmt: skip
 """320 KiB a token."""
 
-FLOPS = 8 * DEVICE_FLOPS["a800"] / 2
+FLOPS = 8 * DEVICES["a800"].flops / 2
 """A worker is a node of eight A800 that reaches half of their peak."""
 
 STEPS = StepFit(

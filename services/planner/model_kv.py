@@ -7,7 +7,6 @@ from typing import Any, Final
 from services.planner.core.kv_size import PUBLISHED, KvShape
 from shared.errors import InvalidRequest, ModelError
 from shared.model_folder import ModelFolder, resolve_model
-from shared.predict.roofline import ModelSize
 
 _DTYPE_BYTES: Final = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "float8": 1.0}
 
@@ -78,22 +77,4 @@ def folder_shape(folder: ModelFolder) -> KvShape:
         bytes_per_element=_DTYPE_BYTES.get(str(dtype), 2.0),
         latent=latent,
         num_weights=num_weights,
-    )
-
-
-def model_size(shape: KvShape) -> ModelSize:
-    """Return what a roofline needs of a model. Raises InvalidRequest: its weights are not known."""
-    if not shape.num_weights:
-        raise InvalidRequest(
-            f"how many weights {shape.name} has does not show in its config.json (experts, or a "
-            "family of its own): give times by --profile or --base and the like"
-        )
-    return ModelSize(
-        name=shape.name,
-        num_weights=shape.num_weights,
-        num_layers=shape.num_layers,
-        hidden=shape.hidden,
-        head_elements=shape.num_heads * shape.head_dim,
-        token_bytes=shape.token_bytes,
-        bytes_per_weight=shape.bytes_per_element,
     )

@@ -10,11 +10,12 @@ from typing import Final
 from msgspec.structs import replace
 
 from services.planner.core.adbs import Adbs, QuotaShare, QuotaUse, adapted_quota, initial_quota
-from services.planner.core.fetch import DEVICE_FLOPS, prefill_flops
+from services.planner.core.fetch import prefill_flops
 from services.planner.core.kv_size import PUBLISHED
 from services.planner.core.muxserve import MuxModel, brute_force, greedy, total
 from services.planner.core.paper_table import PaperRow, PaperTable
 from services.planner.core.placement import best_rate, quantile
+from services.planner.core.roofline import DEVICES
 from services.sim.baselines.iterations import (
     BatchPolicy,
     OrcaPolicy,
@@ -244,7 +245,7 @@ _REJECTED: Final = {"stages": "4183", "early": "3771", "predicted": "3589"}
 
 def mooncake_times() -> ClusterTimes:
     """LLaMA3-70B on 8 x A800 at half of the peak, 4 x 200 Gb/s of which half is reached."""
-    shape, flops = PUBLISHED["llama-3-70b"], 8 * DEVICE_FLOPS["a800"] / 2
+    shape, flops = PUBLISHED["llama-3-70b"], 8 * DEVICES["a800"].flops / 2
 
     def prefill_s(num_tokens: int, num_cached: int) -> float:
         return (prefill_flops(shape, num_tokens) - prefill_flops(shape, num_cached)) / flops

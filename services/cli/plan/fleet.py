@@ -25,9 +25,9 @@ from services.planner.core.fleet import (
     cheapest,
 )
 from services.planner.core.mesh_text import DEGREES, MeshShape, Unit
+from services.planner.core.roofline import DEVICES
 from services.planner.mesh_run import MeshRun
 from shared.errors import InvalidRequest
-from shared.predict.roofline import DEVICES
 
 FEW_DEVICES: Final = 16
 MOST_DEVICES: Final = 128

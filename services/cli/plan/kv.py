@@ -10,8 +10,9 @@ from rich.table import Table
 from services.cli.plan.view import require_ranges
 from services.cli.sources import PLAIN, JsonFlag
 from services.cli.words import plain_console, print_json
-from services.planner.core.fetch import DEVICE_FLOPS, exposed, fetch_pays_from, prefill_flops
+from services.planner.core.fetch import exposed, fetch_pays_from, prefill_flops
 from services.planner.core.kv_size import KvShape, link_need, read_link
+from services.planner.core.roofline import DEVICES
 from services.planner.model_kv import kv_shape
 from shared.errors import InvalidRequest
 
@@ -69,13 +70,13 @@ def kv(
         ("--kv-bytes", kv_bytes is None or 0 < kv_bytes <= 16, "above 0 and at most 16"),
         ("--rate", 0 < rate < 1e9, "above 0"),
     )
-    if device.lower() not in DEVICE_FLOPS:
-        raise InvalidRequest(f"--device must be one of {', '.join(DEVICE_FLOPS)}, not {device!r}")
+    if device.lower() not in DEVICES:
+        raise InvalidRequest(f"--device must be one of {', '.join(DEVICES)}, not {device!r}")
     bandwidth = read_link(link)
     shape = kv_shape(model)
     if kv_bytes is not None:
         shape = replace(shape, bytes_per_element=kv_bytes)
-    flops = DEVICE_FLOPS[device.lower()] * devices * efficiency
+    flops = DEVICES[device.lower()].flops * devices * efficiency
     facts = _facts(shape, tokens, bandwidth, flops, rate)
     verdict = "fetch" if bandwidth > facts["fetch_pays_from"] else "recompute"
     if as_json:

@@ -14,9 +14,10 @@ from services.cli.plan.view import require_ranges
 from services.cli.sources import PLAIN, QUIET
 from services.planner.core.kv_size import KvShape, kv_of_bytes
 from services.planner.core.mesh_text import Unit
+from services.planner.core.roofline import DEVICES, DeviceSheet, RooflineTimes
 from services.planner.distserve_data import DistServeData
 from services.planner.mesh_run import UnitModel
-from services.planner.model_kv import kv_shape, model_size
+from services.planner.model_kv import kv_shape
 from services.planner.rows import first_of
 from services.planner.splitwise_data import machine_times, read_runs
 from services.sim.baselines.distserve_times import Degree
@@ -24,7 +25,6 @@ from services.sim.baselines.splitwise_times import MachineTimes
 from services.sim.times import DistServeTimes, SplitwiseTimes
 from shared.engine.fake import DEFAULT_TIMING
 from shared.errors import InvalidRequest
-from shared.predict.roofline import DEVICES, DeviceSheet, RooflineTimes
 from shared.predict.times import OPT_13B_A100, AffineTimes, ScaledTimes, TimeModel
 from shared.profile.step_profile import StepProfile, read_profile
 from shared.telemetry.definitions import Slo
@@ -176,7 +176,7 @@ class TimesFlags:
     def _times(self, unit: Unit) -> tuple[TimeModel, int]:
         device = unit.device or (self.device if self.times != "splitwise" else None)
         if device is not None and self.times is None and self.profile is None and not self._parts:
-            roofline = RooflineTimes(model_size(self.kv), _device(device), unit.tp)
+            roofline = RooflineTimes(self.kv, _device(device), unit.tp)
             if not roofline.kv_tokens and self.kv_tokens is None:
                 raise InvalidRequest(
                     f"the weights of {self.kv.name} do not fit into {unit.tp} x {device}: a higher "

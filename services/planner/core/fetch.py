@@ -10,13 +10,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from services.planner.core.kv_size import KvShape
-from shared.predict.roofline import DEVICES
 
 ATTENTION_OPS: Final = 4
 LINEAR_OPS: Final = 22
-
-DEVICE_FLOPS: Final = {name: sheet.flops for name, sheet in DEVICES.items()}
-"""Dense 16-bit operations a second, from the vendor's data sheets."""
 
 
 def prefill_flops(shape: KvShape, num_tokens: int) -> float:

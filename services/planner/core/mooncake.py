@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from services.planner.core.fetch import DEVICE_FLOPS, fetch_pays_from, pipeline_makespan
+from services.planner.core.fetch import fetch_pays_from, pipeline_makespan
 from services.planner.core.kv_size import PUBLISHED
 from services.planner.core.paper_table import PaperRow, PaperTable
+from services.planner.core.roofline import DEVICES
 
 FAST25_CAPACITIES: Final = (1_000, 10_000, 50_000, 100_000, None)
 FAST25_HIT_RATES: Final = {
@@ -37,7 +38,7 @@ def mooncake_tables() -> list[PaperTable]:
         PaperRow(
             f"fetching 8192 tokens pays from, 8 x {name.upper()}",
             f"{theirs} GB/s",
-            fetch_pays_from(shape, 8192, 8 * DEVICE_FLOPS[name]) / 1e9,
+            fetch_pays_from(shape, 8192, 8 * DEVICES[name].flops) / 1e9,
             2,
             "GB/s",
             "rounded there",

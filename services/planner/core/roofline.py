@@ -13,6 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from services.planner.core.kv_size import KvShape
+from shared.errors import InvalidRequest
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSheet:
@@ -77,27 +80,21 @@ DERATING: Final = Derating(0.6, 0.8, 0.002, 8e-6, 0.9)
 """Assumptions, not measurements: `pdmesh profile -o` is better wherever there is a device."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSize:
-    """What of a model decides its step times. num_weights: all parameters; head_elements: of the
-    queries of one layer, together; token_bytes: KV of one token in all layers."""
-
-    name: str
-    num_weights: float
-    num_layers: int
-    hidden: int
-    head_elements: int
-    token_bytes: float
-    bytes_per_weight: float = 2.0
-
-
 @dataclass(frozen=True, slots=True)
 class RooflineTimes:
-    """A model on ``tp`` devices of one kind that share every layer."""
+    """A model on ``tp`` devices of one kind that share every layer; weights are as wide as KV."""
 
-    model: ModelSize
+    model: KvShape
     device: DeviceSheet
     tp: int = 1
+
+    def __post_init__(self) -> None:
+        """Raise InvalidRequest: the model's weights are not known."""
+        if not self.model.num_weights:
+            raise InvalidRequest(
+                f"how many weights {self.model.name} has does not show in its config.json "
+                "(experts, or a family of its own): give times by --profile or --base and the like"
+            )
 
     @property
     def source(self) -> str:
@@ -111,7 +108,7 @@ class RooflineTimes:
     def kv_tokens(self) -> int:
         """Tokens of KV that fit beside the weights; 0 = not even these fit."""
         memory = self.device.memory * self.tp * DERATING.memory
-        free = memory - self.model.num_weights * self.model.bytes_per_weight
+        free = memory - self.model.num_weights * self.model.bytes_per_element
         return max(0, int(free // self.model.token_bytes))
 
     def step_s(self, num_prompt: int, num_attended: int, num_rows: int, num_context: int) -> float:
@@ -119,8 +116,9 @@ class RooflineTimes:
         model, device = self.model, self.device
         num_tokens = num_prompt + num_rows
         operations = 2 * model.num_weights * num_tokens
-        operations += 4 * model.head_elements * model.num_layers * (num_attended + num_context)
-        num_bytes = model.num_weights * model.bytes_per_weight + model.token_bytes * num_context
+        elements = model.num_heads * model.head_dim * model.num_layers
+        operations += 4 * elements * (num_attended + num_context)
+        num_bytes = model.num_weights * model.bytes_per_element + model.token_bytes * num_context
         compute_s = operations / (device.flops * DERATING.compute * self.tp)
         memory_s = num_bytes / (device.bandwidth * DERATING.bandwidth * self.tp)
         return max(compute_s, memory_s) + self._reduce_s(num_tokens) + DERATING.step_s
@@ -129,7 +127,7 @@ class RooflineTimes:
         """Two all-reduces a layer, by a ring."""
         if self.tp == 1:
             return 0.0
-        num_bytes = num_tokens * self.model.hidden * self.model.bytes_per_weight
+        num_bytes = num_tokens * self.model.hidden * self.model.bytes_per_element
         ring_s = 2 * (self.tp - 1) / self.tp * num_bytes / self.device.link
         return 2 * self.model.num_layers * (ring_s + DERATING.reduce_s)
 

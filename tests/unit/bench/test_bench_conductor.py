@@ -17,8 +17,9 @@ from bench.conductor.run import (
 from services.cli.bench.sources import Lengths, Sessions
 from services.cli.bench.workload import BLOCK_TOKENS, Ask, Load, plan
 from services.gateway.core.worker import Worker
-from services.planner.core.fetch import DEVICE_FLOPS, prefill_flops
+from services.planner.core.fetch import prefill_flops
 from services.planner.core.kv_size import PUBLISHED
+from services.planner.core.roofline import DEVICES
 from shared.errors import InvariantViolated
 
 SESSIONS = Sessions("sessions", Lengths(6909, 27367, 126195), Lengths(350, 597, 2000), 0.25)
@@ -46,7 +47,7 @@ def test_a_prompt_alone_takes_what_the_paper_s_formula_says() -> None:
     """And the next one that is the same computes its last block alone."""
     ask = Ask(num_input=8192, num_output=1, block_ids=tuple(range(16)))
     again = Ask(num_input=8192, num_output=1, block_ids=tuple(range(16)), due_s=10.0)
-    flops = 8 * DEVICE_FLOPS["a800"] / 2
+    flops = 8 * DEVICES["a800"].flops / 2
     found = simulate(Setting(policy="conductor", num_workers=2), [ask, again])
     (_, first_s), (prompt, second_s) = sorted(found.prompts, key=lambda it: it[0].ask.due_s)
     assert first_s == pytest.approx(prefill_flops(PUBLISHED["llama-3-70b"], 8192) / flops, rel=0.01)
