@@ -10,6 +10,7 @@ numbers mean: README.md beside this file.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 

@@ -101,8 +101,8 @@ def _worker(number: int, kind: str) -> dict[str, Any]:
 def _request(number: int, answer: SimAnswer, request: SimRequest) -> dict[str, Any]:
     times, told = answer.token_times, answer.prompt
     assert told is not None
-    ttft_s, num = times[0] - answer.asked_at, len(times)
-    queue_s = answer.sent_at - answer.asked_at
+    ttft_s, num = times[0] - answer.arrived_at, len(times)
+    queue_s = answer.sent_at - answer.arrived_at
     receipt = {
         "queue_s": queue_s,
         "route_s": 0.0,
@@ -113,7 +113,7 @@ def _request(number: int, answer: SimAnswer, request: SimRequest) -> dict[str, A
         "ttft_s": ttft_s,
         "first_step_s": times[1] - times[0],
         "tpot_s": (times[-1] - times[0]) / (num - 1),
-        "e2e_s": times[-1] - answer.asked_at,
+        "e2e_s": times[-1] - answer.arrived_at,
         "prefill": f"{1:016x}",
         "decode": f"{2:016x}",
         "attempts": 1,
@@ -124,7 +124,7 @@ def _request(number: int, answer: SimAnswer, request: SimRequest) -> dict[str, A
     }
     return {
         "request_id": f"{number:032x}",
-        "arrived_s": AGE_S + answer.asked_at,
+        "arrived_s": AGE_S + answer.arrived_at,
         "ended": True,
         "error": "",
         "receipt": receipt,
