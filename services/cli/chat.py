@@ -16,10 +16,10 @@ from cyclopts import Group, Parameter
 from rich.console import Console
 from rich.text import Text
 
-from services.cli.client import DEFAULT_URL, NO_ACCESS, Access, UrlFlag
+from services.cli.client import LOCAL_GATEWAY, Gateway
 from services.cli.generate import SAMPLING, Answer, print_piece, stream_answer
 from services.cli.interrupts import EXIT_INTERRUPTED, Interrupts
-from services.cli.models import NONE_YET, fetch_models
+from services.cli.models import NONE_YET
 from services.cli.receipt import receipt_table
 from shared.config import DEMO_MODEL
 from shared.errors import MeshError
@@ -48,9 +48,8 @@ _CHAT = Parameter(group=Group("Conversation", sort_key=0))
 class Conversation:
     """What was said so far, and how to go on."""
 
-    def __init__(self, url: str, access: Access, settings: dict[str, Any], system: str) -> None:
-        self._url = url
-        self._access = access
+    def __init__(self, gateway: Gateway, settings: dict[str, Any], system: str) -> None:
+        self._gateway = gateway
         self._settings = settings
         self.system = system
         self.turns: list[dict[str, str]] = []
@@ -67,7 +66,7 @@ class Conversation:
         body = {**self._settings, "messages": [*system, *self.turns, asked]}
         answer, is_stopped = Answer(), False
         try:
-            await stream_answer(self._url, body, answer, show, access=self._access)
+            await stream_answer(self._gateway, body, answer, show)
         except asyncio.CancelledError:
             is_stopped = True
             raise
@@ -90,8 +89,7 @@ def chat(
     max_tokens: Annotated[int | None, SAMPLING] = None,
     temperature: Annotated[float | None, SAMPLING] = None,
     seed: Annotated[int | None, SAMPLING] = None,
-    url: UrlFlag = DEFAULT_URL,
-    access: Access = NO_ACCESS,
+    gateway: Gateway = LOCAL_GATEWAY,
 ) -> int:
     """Talk with the model of a running gateway; answers stream, and it remembers what was said.
 
@@ -116,14 +114,14 @@ def chat(
     settings = {
         "model": model, "max_tokens": max_tokens, "temperature": temperature, "seed": seed
     }  # fmt: skip
-    served = asyncio.run(fetch_models(url, access))["data"]
-    talk = Conversation(url, access, settings, system)
+    served = asyncio.run(gateway.ask("/v1/models"))["data"]
+    talk = Conversation(gateway, settings, system)
     out = Console(highlight=False)
     if not sys.stdin.isatty():
         return _Dialogue(talk, out).run(_piped_lines())
     from services.cli.chat_input import typed_lines
 
-    name = f"{served[0]['id']} at {url}" if served else NONE_YET
+    name = f"{served[0]['id']} at {gateway.url}" if served else NONE_YET
     out.print(f"{name}  (/help, /quit)", style="dim", markup=False)
     if served and served[0]["id"] == DEMO_MODEL:
         out.print(DEMO_NOTE, style="dim", markup=False)

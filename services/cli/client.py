@@ -41,14 +41,6 @@ def _is_url(_: Any, url: str) -> None:
     require_url(url)
 
 
-UrlFlag = Annotated[
-    str,
-    Parameter(
-        group=_GATEWAY,
-        validator=_is_url,
-        help="The gateway; of a mesh that pdmesh up started, the URL that it printed.",
-    ),
-]
 _quiet: Final = Parameter(group=_GATEWAY, show_default=False)
 
 
@@ -81,69 +73,76 @@ class Access:
 
         return client_context(self.tls_ca, self.tls_client_cert, self.tls_client_key, alpn=alpn)
 
+    def session(
+        self, *, connector: Mapping[str, Any] | None = None, **options: Any
+    ) -> aiohttp.ClientSession:
+        """Return a session whose requests carry the key; waits for answers without a limit.
+
+        connector: options of aiohttp's. Raises InvalidRequest: a file for TLS is unusable.
+        """
+        import aiohttp
+
+        return aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_WITHIN_S),
+            headers={"Authorization": f"Bearer {self.api_key}"} if self.api_key else {},
+            connector=aiohttp.TCPConnector(
+                ssl=self.tls() if self.has_tls_files else True, **(connector or {})
+            ),
+            **options,
+        )
+
 
 NO_ACCESS: Final = Access()
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Gateway:
+    """A running gateway, as a command is told of it."""
+
+    url: Annotated[str, Parameter(group=_GATEWAY, validator=_is_url)] = DEFAULT_URL
+    """The gateway; of a mesh that pdmesh up started, the URL that it printed."""
+
+    access: Access = NO_ACCESS
+
+    def address(self, path: str) -> str:
+        """Return the address of a path; the URL may end as OpenAI's clients want it."""
+        return self.url.rstrip("/").removesuffix("/v1") + path
+
+    async def get(
+        self, session: aiohttp.ClientSession, path: str, *, limit_s: float = ANSWERS_WITHIN_S
+    ) -> Any:
+        """Return what it answers to a GET.
+
+        Raises CannotRun: nothing listens there, or it is no gateway. GatewayRefused: its own words.
+        """
+        import aiohttp
+
+        timeout = aiohttp.ClientTimeout(total=limit_s)
+        try:
+            async with session.get(self.address(path), timeout=timeout) as response:
+                body = await response.read()
+                if response.status != 200:
+                    raise refusal(self.url, response.status, body)
+                return orjson.loads(body)
+        except (aiohttp.ClientError, TimeoutError) as error:  # some are a ValueError as well
+            raise unreachable(self.url, error) from None
+        except ValueError:
+            raise CannotRun(f"{self.url} is no pdmesh gateway: {path} is not JSON there") from None
+
+    async def ask(self, path: str, *, limit_s: float = ANSWERS_WITHIN_S) -> Any:
+        """``get`` over a session of its own."""
+        async with self.access.session() as session:
+            return await self.get(session, path, limit_s=limit_s)
+
+
+LOCAL_GATEWAY: Final = Gateway()
 
 
 class GatewayRefused(MeshError):
     """The gateway answered with an error."""
 
     type = "refused"
-
-
-def address(url: str, path: str) -> str:
-    """Return the address of a path of the gateway; the URL may end as OpenAI's clients want it."""
-    return url.rstrip("/").removesuffix("/v1") + path
-
-
-def open_session(
-    access: Access, *, connector: Mapping[str, Any] | None = None, **options: Any
-) -> aiohttp.ClientSession:
-    """Return a session whose requests carry the key; waits for answers without a limit.
-
-    connector: options of aiohttp's. Raises InvalidRequest: a file for TLS is unusable.
-    """
-    import aiohttp
-
-    key = access.api_key
-    return aiohttp.ClientSession(
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_WITHIN_S),
-        headers={"Authorization": f"Bearer {key}"} if key else {},
-        connector=aiohttp.TCPConnector(
-            ssl=access.tls() if access.has_tls_files else True, **(connector or {})
-        ),
-        **options,
-    )
-
-
-async def get_json(
-    session: aiohttp.ClientSession, url: str, path: str, *, limit_s: float = ANSWERS_WITHIN_S
-) -> Any:
-    """Return what the gateway answers to a GET.
-
-    Raises CannotRun: nothing listens there, or it is no gateway. GatewayRefused: its own words.
-    """
-    import aiohttp
-
-    timeout = aiohttp.ClientTimeout(total=limit_s)
-    try:
-        async with session.get(address(url, path), timeout=timeout) as response:
-            body = await response.read()
-            if response.status != 200:
-                raise refusal(url, response.status, body)
-            return orjson.loads(body)
-    except (aiohttp.ClientError, TimeoutError) as error:  # some are a ValueError as well
-        raise unreachable(url, error) from None
-    except ValueError:
-        raise CannotRun(f"{url} is no pdmesh gateway: {path} is not JSON there") from None
-
-
-async def ask_once(
-    access: Access, url: str, path: str, *, limit_s: float = ANSWERS_WITHIN_S
-) -> Any:
-    """``get_json`` over a session of its own."""
-    async with open_session(access) as session:
-        return await get_json(session, url, path, limit_s=limit_s)
 
 
 def refusal(url: str, status: int, body: bytes) -> MeshError:

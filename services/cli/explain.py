@@ -10,13 +10,7 @@ from urllib.parse import quote
 
 import orjson
 
-from services.cli.client import (
-    DEFAULT_URL,
-    NO_ACCESS,
-    Access,
-    UrlFlag,
-    ask_once,
-)
+from services.cli.client import LOCAL_GATEWAY, Gateway
 from services.cli.sources import PLAIN
 from services.cli.words import print_json
 from services.gateway.core.decision_record import replay as decide_again
@@ -34,8 +28,7 @@ def explain(
     *,
     replay: Annotated[bool, PLAIN] = False,
     json: Annotated[bool, PLAIN] = False,
-    url: UrlFlag = DEFAULT_URL,
-    access: Access = NO_ACCESS,
+    gateway: Gateway = LOCAL_GATEWAY,
 ) -> int:
     """Say why a request went where it went.
 
@@ -54,7 +47,7 @@ def explain(
     path = Path(request)
     is_kept = path.is_file() or len(path.parts) > 1
     kept_at = f"/cluster/requests/{quote(request, safe='')}"
-    told = _read(path) if is_kept else asyncio.run(ask_once(access, url, kept_at))
+    told = _read(path) if is_kept else asyncio.run(gateway.ask(kept_at))
     try:
         lines = [*_lines(told)]
     except (LookupError, TypeError, ValueError, AttributeError):

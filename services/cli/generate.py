@@ -12,13 +12,9 @@ from cyclopts import Group, Parameter
 from rich.console import Console
 
 from services.cli.client import (
-    DEFAULT_URL,
-    NO_ACCESS,
-    Access,
+    LOCAL_GATEWAY,
+    Gateway,
     GatewayRefused,
-    UrlFlag,
-    address,
-    open_session,
     refusal,
     unreachable,
 )
@@ -51,8 +47,7 @@ def generate(
     max_tokens: Annotated[int | None, SAMPLING] = None,
     temperature: Annotated[float | None, SAMPLING] = None,
     seed: Annotated[int | None, SAMPLING] = None,
-    url: UrlFlag = DEFAULT_URL,
-    access: Access = NO_ACCESS,
+    gateway: Gateway = LOCAL_GATEWAY,
     receipt: Annotated[bool, _OUTPUT] = True,
 ) -> int:
     """Send a prompt to a running gateway and print the answer as it comes.
@@ -84,7 +79,7 @@ def generate(
     async def main() -> None:
         answer = Answer()
         try:
-            await stream_answer(url, body, answer, print_piece, access=access)
+            await stream_answer(gateway, body, answer, print_piece)
         finally:
             if answer.text:
                 print(flush=True)
@@ -95,12 +90,10 @@ def generate(
 
 
 async def stream_answer(
-    url: str,
+    gateway: Gateway,
     body: Mapping[str, Any],
     answer: Answer,
     show: Callable[[str], None] = lambda piece: None,
-    *,
-    access: Access = NO_ACCESS,
 ) -> None:
     """Fill ``answer`` in as it arrives, and show each piece of its text.
 
@@ -117,11 +110,11 @@ async def stream_answer(
     has_begun = False
     try:
         async with (
-            open_session(access, read_bufsize=MAX_EVENT_BYTES) as session,
-            session.post(address(url, f"/v1/{path}"), json=request) as response,
+            gateway.access.session(read_bufsize=MAX_EVENT_BYTES) as session,
+            session.post(gateway.address(f"/v1/{path}"), json=request) as response,
         ):
             if response.status != 200 or response.content_type != "text/event-stream":
-                raise refusal(url, response.status, await response.content.read(1 << 16))
+                raise refusal(gateway.url, response.status, await response.content.read(1 << 16))
             async for line in response.content:
                 event = line.strip().removeprefix(b"data: ")
                 if event == b"[DONE]":
@@ -133,7 +126,7 @@ async def stream_answer(
     except aiohttp.ClientError as error:
         if has_begun:
             raise WorkerLost("the answer broke off: the gateway has gone") from None
-        raise unreachable(url, error) from None
+        raise unreachable(gateway.url, error) from None
 
 
 def print_piece(piece: str) -> None:

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Final
+from typing import Final
 
 from rich.console import Console
 from rich.table import Table
 
-from services.cli.client import (
-    DEFAULT_URL,
-    NO_ACCESS,
-    Access,
-    UrlFlag,
-    ask_once,
-)
+from services.cli.client import LOCAL_GATEWAY, Gateway
 from services.cli.sources import JsonFlag
 from services.cli.words import print_json
 
@@ -23,12 +17,11 @@ NONE_YET: Final = "no model yet: the first worker to join brings it"
 
 def models(
     *,
-    url: UrlFlag = DEFAULT_URL,
-    access: Access = NO_ACCESS,
+    gateway: Gateway = LOCAL_GATEWAY,
     as_json: JsonFlag = False,
 ) -> None:
     """Show what a running gateway serves: the name for clients, and the longest context."""
-    answer = asyncio.run(fetch_models(url, access))
+    answer = asyncio.run(gateway.ask("/v1/models"))
     if as_json:
         print_json(answer)
         return
@@ -41,8 +34,3 @@ def models(
     for model in answer["data"]:
         table.add_row(str(model["id"]), f"{model.get('max_model_len', 0):,} tokens")
     Console(highlight=False, soft_wrap=True).print(table)
-
-
-async def fetch_models(url: str, access: Access) -> Any:
-    """Return the body of GET /v1/models. Raises MeshError: see ``get_json``."""
-    return await ask_once(access, url, "/v1/models")

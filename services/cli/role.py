@@ -10,13 +10,8 @@ import orjson
 
 from services.cli.client import (
     ANSWERS_WITHIN_S,
-    DEFAULT_URL,
-    NO_ACCESS,
-    Access,
-    UrlFlag,
-    address,
-    get_json,
-    open_session,
+    LOCAL_GATEWAY,
+    Gateway,
     refusal,
 )
 from services.cli.sources import PLAIN
@@ -28,8 +23,7 @@ def role(
     home: Annotated[Literal["prompt", "token"], PLAIN],
     /,
     *,
-    url: UrlFlag = DEFAULT_URL,
-    access: Access = NO_ACCESS,
+    gateway: Gateway = LOCAL_GATEWAY,
 ) -> None:
     """Change a worker's home role: prompt (prefill) or token (decode).
 
@@ -44,22 +38,22 @@ def role(
     home
         What it is to be when nothing is asked of it.
     """
-    moved = asyncio.run(_move(worker, home, url, access))
+    moved = asyncio.run(_move(worker, home, gateway))
     print(f"{moved['incarnation']} ({moved['address']}): home {moved['home']}, now {moved['pool']}")
 
 
-async def _move(worker: str, home: str, url: str, access: Access) -> dict[str, Any]:
-    async with open_session(access) as session:
-        view = await get_json(session, url, "/cluster")
+async def _move(worker: str, home: str, gateway: Gateway) -> dict[str, Any]:
+    async with gateway.access.session() as session:
+        view = await gateway.get(session, "/cluster")
         incarnation = _named(worker, view["workers"])
         path = f"/cluster/workers/{quote(incarnation, safe='')}/role"
         async with (
             asyncio.timeout(ANSWERS_WITHIN_S),
-            session.post(address(url, path), json={"role": home}) as response,
+            session.post(gateway.address(path), json={"role": home}) as response,
         ):
             body = await response.read()
             if response.status != 200:
-                raise refusal(url, response.status, body)
+                raise refusal(gateway.url, response.status, body)
             return orjson.loads(body)
 
 

@@ -15,15 +15,7 @@ from cyclopts import Group, Parameter
 from rich.console import Console
 from rich.live import Live
 
-from services.cli.client import (
-    DEFAULT_URL,
-    NO_ACCESS,
-    Access,
-    UrlFlag,
-    ask_once,
-    get_json,
-    open_session,
-)
+from services.cli.client import LOCAL_GATEWAY, Gateway
 from services.cli.flags import require
 from services.cli.interrupts import EXIT_INTERRUPTED, run_interruptible
 from services.cli.sources import JsonFlag
@@ -48,8 +40,7 @@ def top(
         bool, _OUTPUT, Parameter(negative="", show_env_var=False, show_default=False)
     ] = False,
     as_json: JsonFlag = False,
-    url: UrlFlag = DEFAULT_URL,
-    access: Access = NO_ACCESS,
+    gateway: Gateway = LOCAL_GATEWAY,
 ) -> int:
     """Watch a mesh: workers, their KV blocks, the queue, tokens/s, latencies, transfers.
 
@@ -71,31 +62,31 @@ def top(
     )
     console = plain_console(140)
     if once or as_json or not console.is_terminal:
-        return run_interruptible(lambda: _print_once(url, access, as_json, console))
-    code = run_interruptible(lambda: _watch(url, access, interval, console))
+        return run_interruptible(lambda: _print_once(gateway, as_json, console))
+    code = run_interruptible(lambda: _watch(gateway, interval, console))
     return EXIT_OK if code == EXIT_INTERRUPTED else code
 
 
-async def _print_once(url: str, access: Access, as_json: bool, console: Console) -> None:
-    view = await ask_once(access, url, "/cluster", limit_s=ANSWERS_WITHIN_S)
+async def _print_once(gateway: Gateway, as_json: bool, console: Console) -> None:
+    view = await gateway.ask("/cluster", limit_s=ANSWERS_WITHIN_S)
     if as_json:
         print_json(view)
     else:
-        console.print(frame(url, view, width=console.width))
+        console.print(frame(gateway.url, view, width=console.width))
 
 
-async def _watch(url: str, access: Access, interval_s: float, console: Console) -> None:
+async def _watch(gateway: Gateway, interval_s: float, console: Console) -> None:
     leave = asyncio.Event()
     view: Any = None
-    async with open_session(access) as session:
+    async with gateway.access.session() as session:
         with _keys(leave), Live(console=console, screen=True, auto_refresh=False) as live:
             while not leave.is_set():
                 trouble = ""
                 try:
-                    view = await get_json(session, url, "/cluster", limit_s=ANSWERS_WITHIN_S)
+                    view = await gateway.get(session, "/cluster", limit_s=ANSWERS_WITHIN_S)
                 except MeshError as error:
                     trouble = error.message
-                live.update(frame(url, view, trouble, width=console.width), refresh=True)
+                live.update(frame(gateway.url, view, trouble, width=console.width), refresh=True)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(interval_s):
                         await leave.wait()

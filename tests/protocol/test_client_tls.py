@@ -13,9 +13,8 @@ import aiohttp
 import grpc
 import pytest
 
-from services.cli.client import NO_ACCESS, Access, CannotRun
+from services.cli.client import NO_ACCESS, Access, CannotRun, Gateway
 from services.cli.generate import Answer, stream_answer
-from services.cli.models import fetch_models
 from services.gateway.grpc.door import Inference
 from shared import wire
 from shared.address import Address
@@ -50,9 +49,14 @@ def authority(tmp_path: Path) -> Authority:
     return Authority(tmp_path)
 
 
+async def listed(url: str, access: Access) -> Any:
+    """What a gateway serves."""
+    return await Gateway(url=url, access=access).ask("/v1/models")
+
+
 async def said(url: str, access: Access, answer: Answer) -> str:
     """Stream one answer to its end."""
-    await stream_answer(url, HI, answer, access=access)
+    await stream_answer(Gateway(url=url, access=access), HI, answer)
     return answer.text
 
 
@@ -87,7 +91,7 @@ async def test_a_client_that_does_not_fit_is_told_what_to_do(
     """An authority nobody named, another host's certificate, and plain HTTP."""
     async with http_gateway(ScriptedMesh(), tls=ServerTls(authority.sign("server"))) as url:
         with pytest.raises(CannotRun, match=words):
-            await fetch_models(change(url), access(authority.path))
+            await listed(change(url), access(authority.path))
 
 
 async def test_with_a_client_authority_both_doors_want_a_certificate(
@@ -98,14 +102,14 @@ async def test_with_a_client_authority_both_doors_want_a_certificate(
     mine, theirs = authority.sign("mine"), Authority(tmp_path, "others").sign("theirs")
     async with http_gateway(ScriptedMesh(), tls=ServerTls(files)) as url:
         known = Access(tls_ca=authority.path, tls_client_cert=mine.cert, tls_client_key=mine.key)
-        assert (await fetch_models(url, known))["data"][0]["id"] == MODEL.name
+        assert (await listed(url, known))["data"][0]["id"] == MODEL.name
         with pytest.raises(CannotRun, match="--tls-client-cert"):
-            await fetch_models(url, Access(tls_ca=authority.path))
+            await listed(url, Access(tls_ca=authority.path))
         stranger = Access(
             tls_ca=authority.path, tls_client_cert=theirs.cert, tls_client_key=theirs.key
         )
         with pytest.raises(CannotRun):
-            await fetch_models(url, stranger)
+            await listed(url, stranger)
     async with grpc_gateway(files) as address:
         right = client_context(authority.path, mine.cert, mine.key, alpn=GRPC)
         async with TcpNetwork(client_tls=right).channel(address) as channel:

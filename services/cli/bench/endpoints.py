@@ -26,10 +26,8 @@ from services.cli.client import (
     NO_ACCESS,
     Access,
     CannotRun,
+    Gateway,
     GatewayRefused,
-    address,
-    get_json,
-    open_session,
 )
 from shared.errors import MeshError
 
@@ -124,19 +122,22 @@ class ServerEndpoint:
     """One server under load. One task a request; connections are reused and never limited."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, url: str, dialect: Dialect, description: Description
+        self,
+        session: aiohttp.ClientSession,
+        server: Gateway,
+        dialect: Dialect,
+        description: Description,
     ) -> None:
         self._session = session
-        self._address = address(url, dialect.path)
+        self._server = server
+        self._address = server.address(dialect.path)
         self._dialect = dialect
         self.description = description
 
     async def mesh(self) -> dict[str, Any] | None:
         """Return what a pdmesh gateway tells of its workers; None: it is no gateway of ours."""
         try:
-            told = await get_json(
-                self._session, self.description.url, RECENT, limit_s=PROBE_WITHIN_S
-            )
+            told = await self._server.get(self._session, RECENT, limit_s=PROBE_WITHIN_S)
             return {**told, "requests": []}
         except (MeshError, TypeError):
             return None
@@ -208,21 +209,23 @@ async def open_endpoints(
     dialect.
     """
     connector = {"limit": 0, "keepalive_timeout": KEEPALIVE_S}
-    async with open_session(access, connector=connector) as session:
-        yield [await _opened(session, url, model, api, ignore_eos) for url in urls]
+    servers = [Gateway(url=url) for url in urls]
+    async with access.session(connector=connector) as session:
+        yield [await _opened(session, server, model, api, ignore_eos) for server in servers]
 
 
 async def _opened(
-    session: aiohttp.ClientSession, url: str, model: str, api: Api, ignore_eos: bool
+    session: aiohttp.ClientSession, server: Gateway, model: str, api: Api, ignore_eos: bool
 ) -> ServerEndpoint:
-    model, max_model_len = await _model_of(session, url, model)
+    url = server.url
+    model, max_model_len = await _model_of(session, server, model)
     found = Description(url=url, api="", model=model, max_model_len=max_model_len)
     trouble: MeshError = CannotRun(f"{url} answers no request that OpenAI's API has")
     for offered in DIALECTS:
         if api not in ("auto", offered.api):
             continue
         dialect = offered if ignore_eos else replace(offered, fixes_length=False)
-        endpoint = ServerEndpoint(session, url, dialect, found)
+        endpoint = ServerEndpoint(session, server, dialect, found)
         told = await _probe(endpoint, dialect)
         if isinstance(told, Description):
             endpoint.description = told
@@ -266,10 +269,10 @@ async def _probe(endpoint: ServerEndpoint, dialect: Dialect) -> Description | Me
     )
 
 
-async def _model_of(session: aiohttp.ClientSession, url: str, model: str) -> tuple[str, int]:
+async def _model_of(session: aiohttp.ClientSession, server: Gateway, model: str) -> tuple[str, int]:
     """Return the model's name and its context, 0 = not said."""
     try:
-        answer = await get_json(session, url, "/v1/models", limit_s=PROBE_WITHIN_S)
+        answer = await server.get(session, "/v1/models", limit_s=PROBE_WITHIN_S)
         served = {
             str(entry["id"]): int(entry.get("max_model_len") or 0) for entry in answer["data"]
         }
@@ -280,7 +283,7 @@ async def _model_of(session: aiohttp.ClientSession, url: str, model: str) -> tup
     except (KeyError, TypeError, ValueError):
         served = {}
     if not model and not served:
-        raise CannotRun(f"{url} does not say what it serves: name the model with --model")
+        raise CannotRun(f"{server.url} does not say what it serves: name the model with --model")
     model = model or next(iter(served))
     return model, served.get(model, 0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from services.cli.client import NO_ACCESS, Access, ask_once
+from services.cli.client import Gateway
 from services.cli.doctor.finding import Finding, absent, right, wrong
 from services.cli.words import uptime
 from shared.errors import MeshError
@@ -15,20 +15,20 @@ from shared.version import VERSION
 ANSWERS_WITHIN_S: Final = 4.0
 
 
-async def check_gateway(url: str, access: Access) -> list[Finding]:
+async def check_gateway(gateway: Gateway) -> list[Finding]:
     """Ask a gateway how its mesh is."""
     try:
-        view = await ask_once(access, url, "/cluster", limit_s=ANSWERS_WITHIN_S)
+        view = await gateway.ask("/cluster", limit_s=ANSWERS_WITHIN_S)
     except MeshError as error:
         return [wrong("gateway", error.message, "is the URL right, and the key?")]
-    return judge_cluster(url, view)
+    return judge_cluster(gateway.url, view)
 
 
 async def is_ours(port: int) -> bool:
     """Whether a gateway of ours listens on this port of this machine."""
     try:
         url = f"http://127.0.0.1:{port}"
-        answer = await ask_once(NO_ACCESS, url, "/health", limit_s=ANSWERS_WITHIN_S)
+        answer = await Gateway(url=url).ask("/health", limit_s=ANSWERS_WITHIN_S)
     except MeshError:
         return False
     return answer == {"status": "ok"}

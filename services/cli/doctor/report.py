@@ -14,7 +14,7 @@ import orjson
 from cyclopts import Group, Parameter
 from rich.console import Console
 
-from services.cli.client import NO_ACCESS, Access, require_url
+from services.cli.client import NO_ACCESS, Access, Gateway, require_url
 from services.cli.doctor import machine_checks as checks
 from services.cli.doctor.finding import Finding, lines_of
 from services.cli.doctor.gateway_checks import check_gateway, is_ours
@@ -125,7 +125,7 @@ async def examine(gateway: str, access: Access, *, wants_vllm: bool) -> Sections
         ],
     }
     if gateway:
-        sections[f"Mesh at {gateway}"] = await check_gateway(gateway, access)
+        sections[f"Mesh at {gateway}"] = await check_gateway(Gateway(url=gateway, access=access))
     return sections
 
 

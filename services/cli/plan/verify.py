@@ -15,7 +15,7 @@ from services.cli.bench.flags import seconds
 from services.cli.bench.report import report_of, write_report
 from services.cli.bench.view import time_text
 from services.cli.bench.workload import Ask
-from services.cli.client import DEFAULT_URL, NO_ACCESS, Access, UrlFlag
+from services.cli.client import LOCAL_GATEWAY, Gateway
 from services.cli.plan.seen import SeenTraffic, ask_gateway, read_seen, seen_by_gateway
 from services.cli.plan.sim_report import begin_report, plain, seen_run, simulated_run
 from services.cli.plan.times_flags import TimesFlags, read_slo
@@ -140,8 +140,7 @@ def verify(
     flags: VerifyFlags = VerifyFlags(),
     keep: Annotated[Path | None, QUIET] = None,
     output: Annotated[Path | None, QUIET] = None,
-    url: UrlFlag = DEFAULT_URL,
-    access: Access = NO_ACCESS,
+    gateway: Gateway = LOCAL_GATEWAY,
     as_json: JsonFlag = False,
 ) -> int:
     """Replay what a live mesh served last in the simulator, and print predicted beside seen.
@@ -165,10 +164,10 @@ def verify(
     if keep is not None:
         require_writable("--keep", keep)
     if source is None:
-        mesh = ask_gateway(url, access)
+        mesh = ask_gateway(gateway)
         if keep is not None:
             write_whole(keep, msgspec.json.format(msgspec.json.encode(mesh), indent=1))
-        seen = seen_by_gateway(mesh, url, flags.last_s)
+        seen = seen_by_gateway(mesh, gateway.url, flags.last_s)
     else:
         seen = read_seen(source, flags.run, flags.last_s)
     with progress("replay", len(seen.requests)) as on_progress:

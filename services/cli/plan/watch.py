@@ -12,14 +12,7 @@ from cyclopts import Group, Parameter
 from rich.console import Console
 
 from services.cli.bench.endpoints import RECENT
-from services.cli.client import (
-    DEFAULT_URL,
-    NO_ACCESS,
-    Access,
-    UrlFlag,
-    get_json,
-    open_session,
-)
+from services.cli.client import LOCAL_GATEWAY, Gateway
 from services.cli.interrupts import EXIT_INTERRUPTED, run_interruptible
 from services.cli.plan.seen import read_body
 from services.cli.plan.times_flags import read_slo
@@ -103,8 +96,7 @@ def watch(
     flags: WatchFlags = WatchFlags(),
     interval: Annotated[float, _LOOKS] = 5.0,
     once: Annotated[bool, _LOOKS, Parameter(negative="", show_default=False)] = False,
-    url: UrlFlag = DEFAULT_URL,
-    access: Access = NO_ACCESS,
+    gateway: Gateway = LOCAL_GATEWAY,
     as_json: JsonFlag = False,
 ) -> int:
     """Follow a live mesh, and say what the planner would do now, and why.
@@ -127,11 +119,11 @@ def watch(
         console = Console(stderr=True, highlight=False)
         watcher, trouble = Watcher(rules), ""
         said: list[str] | None = None
-        async with open_session(access) as session:
+        async with gateway.access.session() as session:
             while True:
                 try:
-                    body = await get_json(session, url, RECENT)
-                    look = watcher.look(read_body(body, url))
+                    body = await gateway.get(session, RECENT)
+                    look = watcher.look(read_body(body, gateway.url))
                     if as_json:
                         print(orjson.dumps(facts_of(look)).decode(), flush=True)
                     else:
