@@ -41,7 +41,8 @@ def _is_url(_: Any, url: str) -> None:
     require_url(url)
 
 
-_quiet: Final = Parameter(group=_GATEWAY, show_default=False)
+_url: Final = Parameter(group=_GATEWAY, validator=_is_url, show_env_var=True)
+_quiet: Final = Parameter(group=_GATEWAY, show_default=False, show_env_var=True)
 
 
 @Parameter(name="*")
@@ -100,7 +101,7 @@ NO_ACCESS: Final = Access()
 class Gateway:
     """A running gateway, as a command is told of it."""
 
-    url: Annotated[str, Parameter(group=_GATEWAY, validator=_is_url)] = DEFAULT_URL
+    url: Annotated[str, _url] = DEFAULT_URL
     """The gateway; of a mesh that pdmesh up started, the URL that it printed."""
 
     access: Access = NO_ACCESS

@@ -23,19 +23,21 @@ from services.cli.plan.splitwise import splitwise
 from services.cli.plan.tables import founding, muxserve, orca, pope, sarathi
 from services.cli.plan.verify import verify
 from services.cli.plan.watch import watch
-from services.cli.sources import SOURCES
+from services.cli.sources import PLAIN, SOURCES
 
 plan_app: Final = App(
     name="plan",
     help=help_texts.PLAN_IS,
     help_epilogue=help_texts.examples("plan"),
     config=SOURCES,
+    default_parameter=PLAIN,
 )
 paper_app: Final = App(
     name="paper",
     help="A paper's figures, ours beside them, what differs and why.",
     help_epilogue=help_texts.examples("plan paper"),
     config=SOURCES,
+    default_parameter=PLAIN,
 )
 PLANS: Final = {
     "simulate": simulate,

@@ -6,10 +6,9 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
 
 from services.cli.plan.view import progress, require_writable, show_tables
-from services.cli.sources import PLAIN, JsonFlag
+from services.cli.sources import JsonFlag
 from services.cli.words import plain_console, print_json
 from services.planner.core.placement import quantile
 from services.planner.core.prefill_queue import queue_tables
@@ -32,14 +31,14 @@ from shared.whole_file import write_whole
 
 def distserve(
     *,
-    requests: Annotated[Path | None, PLAIN] = None,
-    model: Annotated[str, PLAIN] = "opt-13b",
-    system: Annotated[System, PLAIN] = "distserve",
-    prefill: Annotated[str, PLAIN] = "2,1",
-    decode: Annotated[str, PLAIN] = "1,1",
-    data: Annotated[Path | None, PLAIN] = None,
-    out: Annotated[Path | None, PLAIN] = None,
-    fidelity: Annotated[Fidelity, PLAIN] = "runs",
+    requests: Path | None = None,
+    model: str = "opt-13b",
+    system: System = "distserve",
+    prefill: str = "2,1",
+    decode: str = "1,1",
+    data: Path | None = None,
+    out: Path | None = None,
+    fidelity: Fidelity = "runs",
     as_json: JsonFlag = False,
 ) -> None:
     """DistServe (OSDI'24): its simulator by its rules, exact to the printed decimals.

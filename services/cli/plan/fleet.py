@@ -13,7 +13,7 @@ from services.cli.plan.explain import MOST_RUNS, Explained, explain, goodput, li
 from services.cli.plan.sim_flags import SimFlags
 from services.cli.plan.sim_report import begin_report, draw_lines, report_files
 from services.cli.plan.view import Kept, counted, progress, require_ranges, say_how_long
-from services.cli.sources import PLAIN, QUIET, JsonFlag
+from services.cli.sources import QUIET, JsonFlag
 from services.cli.words import plain_console, plain_table, print_json, print_lines
 from services.planner.core.bounds import WorkerBound
 from services.planner.core.fleet import (
@@ -59,12 +59,12 @@ class FleetFlags:
     """
 
     devices: Annotated[str, QUIET] = ""
-    tp: Annotated[str, PLAIN] = "1"
+    tp: str = "1"
     price: Annotated[str, QUIET] = ""
-    watts: Annotated[bool, PLAIN, Parameter(negative="")] = False
-    max_devices: Annotated[int | None, QUIET] = None
-    budget: Annotated[float | None, QUIET] = None
-    mixed: Annotated[bool, PLAIN] = True
+    watts: Annotated[bool, Parameter(negative="")] = False
+    max_devices: int | None = None
+    budget: float | None = None
+    mixed: bool = True
 
     def units(self, flags: SimFlags) -> list[Unit]:
         """Return what a worker may be. Raises InvalidRequest."""
@@ -156,8 +156,8 @@ def fleet(
     *,
     flags: SimFlags = SimFlags(),  # noqa: B008  (frozen)
     fleet_flags: FleetFlags = FleetFlags(),
-    what_if: Annotated[bool, PLAIN] = True,
-    output: Annotated[Path | None, QUIET] = None,
+    what_if: bool = True,
+    output: Path | None = None,
     as_json: JsonFlag = False,
 ) -> int:
     """Find the cheapest mesh that attains, or the best goodput for a budget of devices, euros or

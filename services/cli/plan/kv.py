@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Final
+from typing import Final
 
 from rich.table import Table
 
 from services.cli.plan.view import require_ranges
-from services.cli.sources import PLAIN, JsonFlag
+from services.cli.sources import JsonFlag
 from services.cli.words import plain_console, print_json
 from services.planner.core.fetch import exposed, fetch_pays_from, prefill_flops
 from services.planner.core.kv_size import KvShape, link_need, read_link
@@ -27,16 +27,16 @@ FLAGGED: Final = (
 
 
 def kv(
-    model: Annotated[str, PLAIN],
+    model: str,
     /,
     *,
-    tokens: Annotated[int, PLAIN] = 8192,
-    link: Annotated[str, PLAIN] = "25GB/s",
-    device: Annotated[str, PLAIN] = "a800",
-    devices: Annotated[int, PLAIN] = 8,
-    efficiency: Annotated[float, PLAIN] = 1.0,
-    kv_bytes: Annotated[float | None, PLAIN] = None,
-    rate: Annotated[float, PLAIN] = 1.0,
+    tokens: int = 8192,
+    link: str = "25GB/s",
+    device: str = "a800",
+    devices: int = 8,
+    efficiency: float = 1.0,
+    kv_bytes: float | None = None,
+    rate: float = 1.0,
     as_json: JsonFlag = False,
 ) -> None:
     """Size and travel time of a context's KV, and whether to fetch it or compute it anew.

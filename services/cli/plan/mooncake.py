@@ -11,7 +11,7 @@ import orjson
 from cyclopts import Parameter
 
 from services.cli.plan.view import progress, show_tables
-from services.cli.sources import PLAIN, JsonFlag
+from services.cli.sources import JsonFlag
 from services.planner.core.cache_replay import POLICIES, Later, Policy, replay
 from services.planner.core.mooncake import (
     FAST25_CAPACITIES,
@@ -29,11 +29,11 @@ from shared.errors import InvalidRequest
 
 def mooncake(
     *,
-    replay_file: Annotated[Path | None, PLAIN, Parameter(name="--replay")] = None,
-    policy: Annotated[Policy, PLAIN] = "lru",
-    blocks: Annotated[str, PLAIN] = "inf",
-    later: Annotated[Later, PLAIN] = "evicted",
-    data: Annotated[Path | None, PLAIN] = None,
+    replay_file: Annotated[Path | None, Parameter(name="--replay")] = None,
+    policy: Policy = "lru",
+    blocks: str = "inf",
+    later: Later = "evicted",
+    data: Path | None = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Mooncake (arXiv 2407.00079, FAST'25): when a fetch pays, and what one global cache hits.

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
 
 from services.cli.plan.explain import Explained, explain, lines, num_runs
 from services.cli.plan.sim_flags import SimFlags
 from services.cli.plan.sim_report import begin_report, draw_map, report_files
 from services.cli.plan.view import Kept, counted, progress, say_how_long
-from services.cli.sources import PLAIN, QUIET, JsonFlag
+from services.cli.sources import JsonFlag
 from services.cli.words import plain_console, plain_table, print_json, print_lines
 from services.planner.core.mesh_text import MeshPart, MeshShape, Unit
 from services.planner.mesh_run import MeshRun
@@ -18,12 +17,12 @@ from shared.errors import InvalidRequest
 
 
 def pd_map(
-    workers: Annotated[int, PLAIN] = 6,
+    workers: int = 6,
     /,
     *,
     flags: SimFlags = SimFlags(),  # noqa: B008  (frozen)
-    what_if: Annotated[bool, PLAIN] = True,
-    output: Annotated[Path | None, QUIET] = None,
+    what_if: bool = True,
+    output: Path | None = None,
     as_json: JsonFlag = False,
 ) -> int:
     """Show which numbers of prefill and decode workers attain, and what mixed ones do.

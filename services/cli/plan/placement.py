@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Final
 
 from rich.table import Table
 
 from services.cli.plan.times_flags import read_slo
 from services.cli.plan.view import Kept, progress, require_ranges, say_how_long
-from services.cli.sources import PLAIN, JsonFlag
+from services.cli.sources import JsonFlag
 from services.cli.words import plain_console, plain_table, print_json, print_lines
 from services.planner.core.bounds import unmeetable
 from services.planner.core.placement import (
@@ -33,19 +33,19 @@ _TRIAL_REQUESTS: Final = 60
 
 def distserve_placement(
     *,
-    requests: Annotated[Path, PLAIN],
-    data: Annotated[Path, PLAIN],
-    model: Annotated[str, PLAIN] = "opt-13b",
-    affinity: Annotated[Affinity, PLAIN] = "low",
-    nodes: Annotated[int, PLAIN] = 1,
-    gpus: Annotated[int, PLAIN] = 4,
-    slo_ttft: Annotated[str, PLAIN] = "200ms",
-    slo_tpot: Annotated[str, PLAIN] = "100ms",
-    target: Annotated[float, PLAIN] = 0.9,
-    success: Annotated[Success, PLAIN] = "each",
-    rate: Annotated[float, PLAIN] = 10.0,
-    num_requests: Annotated[int, PLAIN] = 300,
-    seed: Annotated[int, PLAIN] = 0,
+    requests: Path,
+    data: Path,
+    model: str = "opt-13b",
+    affinity: Affinity = "low",
+    nodes: int = 1,
+    gpus: int = 4,
+    slo_ttft: str = "200ms",
+    slo_tpot: str = "100ms",
+    target: float = 0.9,
+    success: Success = "each",
+    rate: float = 10.0,
+    num_requests: int = 300,
+    seed: int = 0,
     as_json: JsonFlag = False,
 ) -> int:
     """DistServe's placement (OSDI'24, algorithms 1 and 2) for the lengths of a file of requests.

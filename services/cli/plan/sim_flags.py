@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, overload
+from typing import Any, Final, Literal, overload
 
 from cyclopts import Parameter
 
@@ -15,7 +15,6 @@ from services.cli.bench.sources import SHAPES, read_trace
 from services.cli.bench.workload import BLOCK_TOKENS, Ask, Fit, Load, Source, plan
 from services.cli.plan.times_flags import TimesFlags, read_slo
 from services.cli.plan.view import require_ranges
-from services.cli.sources import PLAIN
 from services.gateway.core.routing import POLICIES
 from services.planner.core.bounds import (
     AskedLengths,
@@ -90,20 +89,20 @@ class SimFlags:
         Of lengths and arrivals: equal seeds give equal runs.
     """
 
-    workload: Annotated[str, PLAIN] = "azure-conv"
-    rate: Annotated[float, PLAIN] = 1.0
-    num_requests: Annotated[int, PLAIN] = 500
-    scale_lengths: Annotated[float, PLAIN] = 1.0
-    policy: Annotated[str, PLAIN] = "least_loaded"
-    block_size: Annotated[int, PLAIN] = 16
-    token_budget: Annotated[int, PLAIN] = 0
-    max_running: Annotated[int, PLAIN] = 256
-    link: Annotated[str, PLAIN] = "25GB/s"
-    slo_ttft: Annotated[str, PLAIN] = "1s"
-    slo_tpot: Annotated[str, PLAIN] = "100ms"
-    attainment: Annotated[float, PLAIN] = 0.9
-    fidelity: Annotated[Literal["runs", "exact"], PLAIN] = "runs"
-    seed: Annotated[int, PLAIN] = 0
+    workload: str = "azure-conv"
+    rate: float = 1.0
+    num_requests: int = 500
+    scale_lengths: float = 1.0
+    policy: str = "least_loaded"
+    block_size: int = 16
+    token_budget: int = 0
+    max_running: int = 256
+    link: str = "25GB/s"
+    slo_ttft: str = "1s"
+    slo_tpot: str = "100ms"
+    attainment: float = 0.9
+    fidelity: Literal["runs", "exact"] = "runs"
+    seed: int = 0
     times: TimesFlags = TimesFlags()  # noqa: RUF009  (frozen)
 
     def check(self) -> None:

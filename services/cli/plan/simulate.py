@@ -12,7 +12,7 @@ from services.cli.plan.explain import Explained, explain, lines, num_runs
 from services.cli.plan.sim_flags import QS, SimFlags, latencies
 from services.cli.plan.sim_report import Row, begin_report, draw_lines, report_files
 from services.cli.plan.view import Kept, counted, progress, say_how_long
-from services.cli.sources import PLAIN, QUIET, JsonFlag
+from services.cli.sources import QUIET, JsonFlag
 from services.cli.words import plain_console, plain_table, print_json, print_lines
 from services.planner.core.mesh_text import MeshShape, read_mesh
 from services.planner.mesh_run import MeshRun
@@ -21,18 +21,17 @@ from shared.errors import InvalidRequest
 RATES: Final = (0.5, 0.75, 1.0, 1.25, 1.5)
 """Of the rate asked for: the points of the picture of attainment over rate."""
 
-OutputFlag = Annotated[Path | None, QUIET]
-WhatIfFlag = Annotated[bool, PLAIN]
+BesideFlag = Annotated[list[Path] | None, QUIET]
 
 
 def simulate(
-    mesh: Annotated[str, PLAIN],
+    mesh: str,
     /,
     *,
     flags: SimFlags = SimFlags(),  # noqa: B008  (frozen)
-    what_if: WhatIfFlag = True,
-    output: OutputFlag = None,
-    beside: Annotated[list[Path] | None, QUIET] = None,
+    what_if: bool = True,
+    output: Path | None = None,
+    beside: BesideFlag = None,
     as_json: JsonFlag = False,
 ) -> int:
     """Simulate a mesh: pdmesh's own cores (admission, routing, leases, schedulers, transfers) under
@@ -85,13 +84,13 @@ def simulate(
 
 
 def compare(
-    meshes: Annotated[list[str], PLAIN],
+    meshes: list[str],
     /,
     *,
     flags: SimFlags = SimFlags(),  # noqa: B008  (frozen)
-    what_if: WhatIfFlag = True,
-    output: OutputFlag = None,
-    beside: Annotated[list[Path] | None, QUIET] = None,
+    what_if: bool = True,
+    output: Path | None = None,
+    beside: BesideFlag = None,
     as_json: JsonFlag = False,
 ) -> int:
     """Simulate several meshes with the same requests, and say which serves most within the limits.

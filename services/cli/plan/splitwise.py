@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 import time
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Final, Literal
 
 from services.cli.plan.view import Kept, progress, require_ranges, say_how_long, show_tables
-from services.cli.sources import PLAIN, JsonFlag
+from services.cli.sources import JsonFlag
 from services.planner.core.paper_table import PaperRow, PaperTable
 from services.planner.core.provisioning import (
     A100,
@@ -48,16 +48,16 @@ Transfer = Literal["layer-wise", "serialized", "as-coded"]
 
 def splitwise(
     *,
-    data: Annotated[Path | None, PLAIN] = None,
-    model: Annotated[Literal["bloom-176b", "llama2-70b"], PLAIN] = "bloom-176b",
-    workload: Annotated[Literal["code", "conv"], PLAIN] = "code",
-    design: Annotated[Literal["AA", "HH", "HA", "HHcap"], PLAIN] = "HH",
-    rate: Annotated[float, PLAIN] = 70.0,
-    duration: Annotated[float, PLAIN] = 120.0,
-    transfer: Annotated[Transfer, PLAIN] = "layer-wise",
-    most_prompt: Annotated[int, PLAIN] = 39,
-    most_token: Annotated[int, PLAIN] = 69,
-    seed: Annotated[int, PLAIN] = 0,
+    data: Path | None = None,
+    model: Literal["bloom-176b", "llama2-70b"] = "bloom-176b",
+    workload: Literal["code", "conv"] = "code",
+    design: Literal["AA", "HH", "HA", "HHcap"] = "HH",
+    rate: float = 70.0,
+    duration: float = 120.0,
+    transfer: Transfer = "layer-wise",
+    most_prompt: int = 39,
+    most_token: int = 69,
+    seed: int = 0,
     as_json: JsonFlag = False,
 ) -> int:
     """Splitwise (ISCA'24): equal power, its performance model, machines for a rate under nine SLOs.

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
 from services.cli.plan.view import progress, show_tables
-from services.cli.sources import PLAIN, JsonFlag
+from services.cli.sources import JsonFlag
 from services.planner.core.founding import founding_tables
 from services.planner.core.partition import pope_tables
 from services.planner.founding_data import data_tables
@@ -20,7 +19,7 @@ def pope(*, as_json: JsonFlag = False) -> None:
 
 def founding(
     *,
-    data: Annotated[Path | None, PLAIN] = None,
+    data: Path | None = None,
     as_json: JsonFlag = False,
 ) -> None:
     """The figures of pdmesh's founding documents, recomputed, and which of them are wrong.

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Final
 
 from cyclopts import Parameter
 
 from services.cli.bench.flags import seconds
 from services.cli.plan.view import require_ranges
-from services.cli.sources import PLAIN, QUIET
 from services.planner.core.kv_size import KvShape, kv_of_bytes
 from services.planner.core.mesh_text import Unit
 from services.planner.core.roofline import DEVICES, DeviceSheet, RooflineTimes
@@ -68,17 +67,17 @@ class TimesFlags:
         Factor of all times: what if the model is wrong by so much?
     """
 
-    times: Annotated[str | None, QUIET] = None
-    profile: Annotated[Path | None, QUIET] = None
-    device: Annotated[str | None, QUIET] = None
-    data: Annotated[Path | None, QUIET] = None
-    model: Annotated[str | None, QUIET] = None
-    kv_tokens: Annotated[int | None, QUIET] = None
-    base: Annotated[str | None, QUIET] = None
-    prompt_token: Annotated[str | None, QUIET] = None
-    decode_row: Annotated[str | None, QUIET] = None
-    context_token: Annotated[str | None, QUIET] = None
-    slower: Annotated[float, PLAIN] = 1.0
+    times: str | None = None
+    profile: Path | None = None
+    device: str | None = None
+    data: Path | None = None
+    model: str | None = None
+    kv_tokens: int | None = None
+    base: str | None = None
+    prompt_token: str | None = None
+    decode_row: str | None = None
+    context_token: str | None = None
+    slower: float = 1.0
 
     def check(self) -> None:
         """Raise InvalidRequest, with what is allowed."""

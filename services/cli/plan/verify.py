@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 from cyclopts import Parameter
@@ -20,7 +20,7 @@ from services.cli.plan.seen import SeenTraffic, ask_gateway, read_seen, seen_by_
 from services.cli.plan.sim_report import begin_report, plain, seen_run, simulated_run
 from services.cli.plan.times_flags import TimesFlags, read_slo
 from services.cli.plan.view import progress, require_ranges, require_writable
-from services.cli.sources import PLAIN, QUIET, JsonFlag
+from services.cli.sources import JsonFlag
 from services.cli.words import plain_console, plain_table, print_json, print_lines
 from services.gateway.core.routing import POLICIES
 from services.planner.core.kv_size import kv_of_bytes, read_link
@@ -81,15 +81,15 @@ class VerifyFlags:
         Limit of the mean time of an output token.
     """
 
-    last: Annotated[str | None, QUIET] = None
-    run: Annotated[int | None, QUIET] = None
-    mesh: Annotated[str | None, QUIET] = None
-    policy: Annotated[str | None, QUIET] = None
-    wire: Annotated[str | None, QUIET] = None
-    link: Annotated[str | None, QUIET] = None
-    batch_tokens: Annotated[int, PLAIN] = 0
-    slo_ttft: Annotated[str, PLAIN] = "1s"
-    slo_tpot: Annotated[str, PLAIN] = "100ms"
+    last: str | None = None
+    run: int | None = None
+    mesh: str | None = None
+    policy: str | None = None
+    wire: str | None = None
+    link: str | None = None
+    batch_tokens: int = 0
+    slo_ttft: str = "1s"
+    slo_tpot: str = "100ms"
     times: TimesFlags = TimesFlags()  # noqa: RUF009  (frozen)
 
     def check(self) -> None:
@@ -134,12 +134,12 @@ class Verified(NamedTuple):
 
 
 def verify(
-    source: Annotated[Path | None, QUIET] = None,
+    source: Path | None = None,
     /,
     *,
     flags: VerifyFlags = VerifyFlags(),
-    keep: Annotated[Path | None, QUIET] = None,
-    output: Annotated[Path | None, QUIET] = None,
+    keep: Path | None = None,
+    output: Path | None = None,
     gateway: Gateway = LOCAL_GATEWAY,
     as_json: JsonFlag = False,
 ) -> int:

@@ -18,7 +18,7 @@ from services.cli.plan.seen import read_body
 from services.cli.plan.times_flags import read_slo
 from services.cli.plan.verify import LETTERS
 from services.cli.plan.view import require_ranges
-from services.cli.sources import PLAIN, JsonFlag
+from services.cli.sources import JsonFlag
 from services.cli.words import print_lines
 from services.gateway.core.autoscaler import decide
 from services.gateway.core.need import Limits
@@ -67,10 +67,10 @@ class WatchFlags:
         Most workers of all kinds together; 0 = as many as it takes.
     """
 
-    slo_ttft: Annotated[str, PLAIN] = "2s"
-    slo_tpot: Annotated[str, PLAIN] = "100ms"
-    attainment: Annotated[float, PLAIN] = 0.95
-    max_workers: Annotated[int, PLAIN] = 0
+    slo_ttft: str = "2s"
+    slo_tpot: str = "100ms"
+    attainment: float = 0.95
+    max_workers: int = 0
 
     def rules(self) -> Rules:
         """Return what ``decide`` goes by. Raises InvalidRequest."""
