@@ -9,7 +9,7 @@ from typing import Final
 
 from services.cli.bench.search import RateSearch
 from services.cli.plan.sim_flags import MOST_REQUESTS, SimFlags
-from services.cli.plan.view import counted, progress
+from services.cli.plan.view import progress
 from services.planner.core.fleet import neighbours
 from services.planner.core.limits import Limit, binding_limit
 from services.planner.core.mesh_text import MeshShape
@@ -65,18 +65,7 @@ def explain(
     flags: SimFlags, run: MeshRun, found: Explained, *, has_runner_up: bool = False
 ) -> None:
     """Find out more of a mesh, and fill it in as it is found; Ctrl-C leaves what is there."""
-    num = num_runs(run.shape, has_runner_up=has_runner_up)
-    with progress(f"what if, of {run.shape}", num) as on_progress:
-        _explain(flags, run.shape, found, has_runner_up, counted(on_progress))
-
-
-def _explain(
-    flags: SimFlags,
-    shape: MeshShape,
-    found: Explained,
-    has_runner_up: bool,
-    one_more: Callable[[], None],
-) -> None:
+    shape = run.shape
     others = {f"seed {flags.seed + n}": {"seed": flags.seed + n} for n in range(1, NUM_SEEDS + 1)}
     if LONGER * flags.num_requests <= MOST_REQUESTS:
         others[f"{LONGER} x the requests"] = {"num_requests": LONGER * flags.num_requests}
@@ -84,20 +73,22 @@ def _explain(
         name: {key: factor if key == "slower" else getattr(flags, key) * factor}
         for name, (key, factor) in VARIANTS.items()
     }
-    for name, changes in (variants | others).items():
-        found.sensitivity[name] = flags.variant(**changes).run(shape).attained or 0.0
-        one_more()
-    found.most_rate = goodput(flags, shape, flags.rate, one_more=one_more)
-    found.headroom = found.most_rate / flags.rate
-    if found.headroom >= 1:
-        found.misses = [name for name in others if found.sensitivity[name] < flags.attainment]
-    if has_runner_up:
-        requests = flags.requests([part.unit for part in shape.parts])
-        for other in neighbours(shape):
-            share = flags.run(other, requests).attained or 0.0
-            if found.runner_up is None or share > found.runner_up[1]:
-                found.runner_up = str(other), share
+    num = num_runs(shape, has_runner_up=has_runner_up)
+    with progress(f"what if, of {shape}", num) as one_more:
+        for name, changes in (variants | others).items():
+            found.sensitivity[name] = flags.variant(**changes).run(shape).attained or 0.0
             one_more()
+        found.most_rate = goodput(flags, shape, flags.rate, one_more=one_more)
+        found.headroom = found.most_rate / flags.rate
+        if found.headroom >= 1:
+            found.misses = [name for name in others if found.sensitivity[name] < flags.attainment]
+        if has_runner_up:
+            requests = flags.requests([part.unit for part in shape.parts])
+            for other in neighbours(shape):
+                share = flags.run(other, requests).attained or 0.0
+                if found.runner_up is None or share > found.runner_up[1]:
+                    found.runner_up = str(other), share
+                one_more()
 
 
 def goodput(

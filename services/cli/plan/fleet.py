@@ -12,7 +12,7 @@ from cyclopts import Parameter
 from services.cli.plan.explain import MOST_RUNS, Explained, explain, goodput, lines
 from services.cli.plan.sim_flags import SimFlags
 from services.cli.plan.sim_report import begin_report, draw_lines, report_files
-from services.cli.plan.view import Kept, counted, progress, require_ranges, say_how_long
+from services.cli.plan.view import Kept, progress, require_ranges, say_how_long
 from services.cli.sources import QUIET, JsonFlag
 from services.cli.words import plain_console, plain_table, print_json, print_lines
 from services.planner.core.bounds import WorkerBound
@@ -224,24 +224,22 @@ def _search(
     if budget is None:
         possible = sum(one.bound >= flags.rate for one in offers)
         say_how_long(possible, run_s, "--max-devices, --num-requests and --no-mixed shorten it")
-        with progress("fleet, by rising cost", possible) as on_progress:
-            step = counted(on_progress)
+        with progress("fleet, by rising cost", possible) as one_more:
 
             def attains(shape: MeshShape) -> bool:
                 run = flags.run(shape, requests, is_verdict_enough=True)
-                step()
+                one_more()
                 return run.attains
 
             cheapest(offers, flags.rate, attains, search)
     else:
         within = sum(one.cost <= budget for one in offers)
         say_how_long(within * MOST_RUNS // 2, run_s, "--budget, --num-requests shorten it")
-        with progress("fleet, by falling bound", within) as on_progress:
-            step = counted(on_progress)
+        with progress("fleet, by falling bound", within) as one_more:
 
             def rate_of(shape: MeshShape, above: float) -> float:
                 rate = goodput(flags, shape, flags.rate, above=above)
-                step()
+                one_more()
                 return rate
 
             best_goodput(offers, budget, rate_of, search)

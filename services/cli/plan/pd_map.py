@@ -8,7 +8,7 @@ from pathlib import Path
 from services.cli.plan.explain import Explained, explain, lines, num_runs
 from services.cli.plan.sim_flags import SimFlags
 from services.cli.plan.sim_report import begin_report, draw_map, report_files
-from services.cli.plan.view import Kept, counted, progress, say_how_long
+from services.cli.plan.view import Kept, progress, say_how_long
 from services.cli.sources import JsonFlag
 from services.cli.words import plain_console, plain_table, print_json, print_lines
 from services.planner.core.mesh_text import MeshPart, MeshShape, Unit
@@ -57,15 +57,14 @@ def pd_map(
     num_more = num_runs(MeshShape.of(MeshPart(1, "M"))) if what_if else 0
     say_how_long(num + num_more, run_s, "fewer workers or --num-requests shorten it")
     kept = Kept()
-    with kept, progress("P:D map", num) as on_progress:
-        step = counted(on_progress)
+    with kept, progress("P:D map", num) as one_more:
         for num_prefill, other in places:
             shape = MeshShape.of(MeshPart(num_prefill, "P"), MeshPart(other, "D"))
             cells[num_prefill, other] = flags.run(shape, requests)
-            step()
+            one_more()
         for num_mixed in range(1, workers + 1):
             mixed.append(flags.run(MeshShape.of(MeshPart(num_mixed, "M")), requests))
-            step()
+            one_more()
     runs = [*cells.values(), *mixed]
     ranked = sorted(
         runs, key=lambda run: (not run.attains, run.shape.num_workers, -(run.attained or 0.0))

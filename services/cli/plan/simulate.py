@@ -11,7 +11,7 @@ from typing import Annotated, Final, NamedTuple
 from services.cli.plan.explain import Explained, explain, lines, num_runs
 from services.cli.plan.sim_flags import QS, SimFlags, latencies
 from services.cli.plan.sim_report import Row, begin_report, draw_lines, report_files
-from services.cli.plan.view import Kept, counted, progress, say_how_long
+from services.cli.plan.view import Kept, progress, say_how_long
 from services.cli.sources import QUIET, JsonFlag
 from services.cli.words import plain_console, plain_table, print_json, print_lines
 from services.planner.core.mesh_text import MeshShape, read_mesh
@@ -214,8 +214,7 @@ def _draw_rates(flags: SimFlags, runs: Sequence[MeshRun], folder: Path, kept: Ke
     """Attainment over rate, of each mesh; after Ctrl-C, of the rates that were simulated."""
     found = {str(run.shape): [(run.rate, run.attained or 0.0, "")] for run in runs}
     rates = [flags.rate * factor for factor in RATES if factor != 1] if kept.is_whole else []
-    with kept, progress("attainment over rate", len(runs) * len(rates)) as on_progress:
-        one_more = counted(on_progress)
+    with kept, progress("attainment over rate", len(runs) * len(rates)) as one_more:
         for run, rate in product(runs, rates):
             attained = flags.variant(rate=rate).run(run.shape).attained or 0.0
             found[str(run.shape)].append((rate, attained, ""))

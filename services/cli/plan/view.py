@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import os
 import sys
 from collections.abc import Callable, Generator, Iterable
@@ -64,16 +63,19 @@ def show_tables(tables: Iterable[PaperTable], *, as_json: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def progress(title: str, total: int) -> Generator[Callable[[int], None]]:
-    """Show how far something long has come, where somebody looks, with the time that is left."""
+def progress(title: str, total: int) -> Generator[Callable[..., None]]:
+    """Show how far something long has come, where somebody looks, with the time that is left.
+
+    What is yielded is told how many parts are done, or with nothing, that one more is.
+    """
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
-        yield lambda done: None
+        yield lambda done=0: None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(title, total=total)
-        yield lambda done: bar.update(task, completed=done)
+        yield lambda done=None: bar.update(task, advance=1, completed=done)
 
 
 def require_ranges(*flags: tuple[str, bool, str]) -> None:
@@ -109,9 +111,3 @@ def say_how_long(num_runs: int, run_s: float, shorter: str) -> None:
         f"{num}, about {text}: {shorter}; Ctrl-C keeps what was found",
         soft_wrap=True,
     )
-
-
-def counted(on_progress: Callable[[int], None]) -> Callable[[], None]:
-    """Return what is to be called after each part of something long."""
-    done = itertools.count(1)
-    return lambda: on_progress(next(done))
