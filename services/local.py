@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import count
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import orjson
 
@@ -97,8 +97,6 @@ class Service:
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     process: asyncio.subprocess.Process | None = None
 
-    GATEWAY: ClassVar = "services.gateway"
-
     @property
     def pid(self) -> int:
         """Its process; 0 before the first run."""
@@ -130,7 +128,7 @@ def plan_services(
     """Return the processes of a mesh, the gateway first. The workers' ``gateway`` is filled in when
     its port is known. A mesh that is given no secret gets one of its own: another on this machine
     is another mesh."""
-    services = [Service(name="gateway", module=Service.GATEWAY, env=environment_of(gateway))]
+    services = [Service(name="gateway", module="services.gateway", env=environment_of(gateway))]
     for config in (*prefill, *decode):
         services.append(one_more(services, config))
     if gateway.mesh_secret_file is None and not os.environ.get(SECRET_VARIABLE, "").strip():
@@ -153,29 +151,20 @@ def one_more(services: Sequence[Service], config: PrefillConfig | DecodeConfig) 
     return Service(name=name, module=f"services.{role}", env=env)
 
 
+@dataclass(slots=True, eq=False)
 class LocalMesh:
-    """The processes of one local mesh; made by ``local_mesh``."""
+    """The processes of one local mesh; made by ``local_mesh``, which says what the others are."""
 
-    def __init__(
-        self,
-        services: list[Service],
-        *,
-        log_fd: int,
-        restart: bool,
-        drain_s: float,
-        on_change: Callable[[LocalMesh], None],
-        on_wish: Callable[[LocalMesh, dict[str, Any]], None] = lambda mesh, wish: None,
-    ) -> None:
-        self.services = services
-        self._on_wish = on_wish
-        self._log_fd = log_fd
-        self._restart = restart
-        self._drain_s = drain_s
-        self._on_change = on_change
-        self._stopping = asyncio.Event()
-        self._keepers: dict[str, asyncio.Task[None]] = {}
-        self._tasks: asyncio.TaskGroup | None = None
-        self._targets = ""
+    services: list[Service]
+    _log_fd: int
+    _restart: bool
+    _drain_s: float
+    _on_change: Callable[[LocalMesh], None]
+    _on_wish: Callable[[LocalMesh, dict[str, Any]], None]
+    _stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    _keepers: dict[str, asyncio.Task[None]] = field(default_factory=dict[str, "asyncio.Task[None]"])
+    _tasks: asyncio.TaskGroup | None = None
+    _targets: str = ""
 
     @property
     def gateway(self) -> Service:
@@ -209,15 +198,6 @@ class LocalMesh:
         """Return where this machine reaches a gateway that listens on what the variable says."""
         host = self.gateway.env.get(variable, "") or "127.0.0.1"
         return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether every process is."""
-        return all(service.phase is Phase.READY for service in self.services)
-
-    def service(self, name: str) -> Service:
-        """Return a process by name, e.g. 'prefill-0'. Raises KeyError."""
-        return {service.name: service for service in self.services}[name]
 
     async def start(self, tasks: asyncio.TaskGroup, limit_s: float) -> None:
         """Start all in ``tasks``, which a failure to start ends, and wait until all are ready.
@@ -371,7 +351,7 @@ async def local_mesh(
     log: Path | None = None,
     restart: bool = True,
     drain_s: float = 30.0,
-    on_change: Callable[[LocalMesh], None] | None = None,
+    on_change: Callable[[LocalMesh], None] = lambda mesh: None,
     on_wish: Callable[[LocalMesh, dict[str, Any]], None] = lambda mesh, wish: None,
 ) -> AsyncGenerator[LocalMesh]:
     """Run the processes for the length of the block; entering waits until every one is ready.
@@ -383,16 +363,8 @@ async def local_mesh(
     """
     with contextlib.ExitStack() as stack:
         sink = stack.enter_context(log.open("ab")) if log is not None else sys.stderr
-        mesh = LocalMesh(
-            services,
-            log_fd=sink.fileno(),
-            restart=restart,
-            drain_s=drain_s,
-            on_change=on_change or (lambda _: None),
-            on_wish=on_wish,
-        )
-        if on_change is not None:
-            on_change(mesh)
+        mesh = LocalMesh(services, sink.fileno(), restart, drain_s, on_change, on_wish)
+        on_change(mesh)
         stack.enter_context(plain_errors())
         async with TaskGroup() as tasks:
             try:

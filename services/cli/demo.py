@@ -22,7 +22,7 @@ from services.cli.generate import Answer, stream_answer
 from services.cli.interrupts import Interrupts
 from services.cli.receipt import receipt_table
 from services.cli.sources import ConfigFlag, with_config_file
-from services.cli.status import StatusView, status_view, unblocked_console
+from services.cli.status import status_view, unblocked_console
 from services.cli.up import OPEN_DOORS, PAIR_WITHIN_S, plan_mesh, up_config
 from services.local import LocalMesh, local_mesh, wait_for_pair
 from shared.config import DEMO_MODEL
@@ -65,8 +65,7 @@ def demo(*, file: ConfigFlag = None) -> int:
 
     async def main(log: Path) -> None:
         with contextlib.ExitStack() as start:
-            view = start.enter_context(status_view(console, is_transient=True))
-            shown: list[StatusView] = [view]
+            shown = [start.enter_context(status_view(console, is_transient=True))]
 
             def change(mesh: LocalMesh) -> None:
                 interrupts.at_once = mesh.kill

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Generator
-from typing import IO, Protocol, cast
+from typing import IO, cast
 
 from rich.console import Console
 from rich.live import Live
@@ -36,18 +36,6 @@ FACTS = {
 }
 
 
-class StatusView(Protocol):
-    """Shows a mesh."""
-
-    def show(self, mesh: LocalMesh) -> None:
-        """Called at every change."""
-        ...
-
-    def say(self, text: str) -> None:
-        """Print lines that stay."""
-        ...
-
-
 def unblocked_console() -> Console:
     """Return the console of a command that serves meanwhile: whoever does not read it, or has left,
     holds up nothing."""
@@ -55,7 +43,7 @@ def unblocked_console() -> Console:
 
 
 @contextlib.contextmanager
-def status_view(console: Console, *, is_transient: bool = False) -> Generator[StatusView]:
+def status_view(console: Console, *, is_transient: bool = False) -> Generator[LineView | LiveView]:
     """Show what suits the console for the length of the block.
 
     is_transient: the table goes away at the end.
@@ -79,7 +67,7 @@ class LineView:
         self._last: dict[str, tuple[Phase, int, str]] = {}
 
     def show(self, mesh: LocalMesh) -> None:
-        """See StatusView."""
+        """Called at every change."""
         for service in mesh.services:
             now = service.phase, service.num_restarts, service.part
             if service.phase is not Phase.WAITING and self._last.get(service.name) != now:
@@ -87,7 +75,7 @@ class LineView:
                 self.say(f"{service.name:<10} {service.phase.value:<9} {_facts(service)}".rstrip())
 
     def say(self, text: str) -> None:
-        """See StatusView."""
+        """Print lines that stay."""
         self._out.write(f"{text}\n")
 
 
@@ -106,14 +94,14 @@ class LiveView:
         )
 
     def show(self, mesh: LocalMesh) -> None:
-        """See StatusView."""
+        """See LineView."""
         self._mesh = mesh
         for service in mesh.services:
             if self._since.get(service.name, (None,))[0] is not service.phase:
                 self._since[service.name] = service.phase, time.monotonic()
 
     def say(self, text: str) -> None:
-        """See StatusView."""
+        """See LineView."""
         self._console.print(Text(text), soft_wrap=True)
 
     def _table(self) -> Table:

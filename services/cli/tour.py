@@ -86,14 +86,14 @@ def tour() -> int:
         interrupts.at_once = mesh.kill
 
     async def main(log: Path) -> None:
-        show(await walk(log, on_change=change), console)
+        show(await walk(log, change), console)
 
     console.print("starting a gateway, a prefill worker and a decode worker\n")
     with log_kept_on_failure("tour", console) as log:
         return interrupts.run(lambda: main(log))
 
 
-async def walk(log: Path, *, on_change: Callable[[LocalMesh], None] | None = None) -> Walk:
+async def walk(log: Path, on_change: Callable[[LocalMesh], None] = lambda mesh: None) -> Walk:
     """Run the mesh, ask, and collect what was logged of the request.
 
     log: an empty file for the services' logs. on_change: see ``local_mesh``.

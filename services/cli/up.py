@@ -27,7 +27,7 @@ from services.cli.interrupts import Interrupts
 from services.cli.machine import LocalShape, Share, find_gpus, shape_for, shares
 from services.cli.scaling import LocalScaler
 from services.cli.sources import ConfigFlag, with_config_file
-from services.cli.status import StatusView, status_view, unblocked_console
+from services.cli.status import LineView, LiveView, status_view, unblocked_console
 from services.local import (
     LocalMesh,
     Service,
@@ -410,7 +410,7 @@ def _sized(worker: PrefillConfig | DecodeConfig, part: Share) -> PrefillConfig |
     )
 
 
-def _say_ready(view: StatusView, mesh: LocalMesh, *, has_keys: bool) -> None:
+def _say_ready(view: LineView | LiveView, mesh: LocalMesh, *, has_keys: bool) -> None:
     body = '{"messages": [{"role": "user", "content": "Hello!"}]}'
     key = " -H 'Authorization: Bearer YOUR-KEY'" if has_keys else ""
     url = mesh.http_url

@@ -616,7 +616,7 @@ def test_without_a_terminal_every_change_is_one_line() -> None:
     out = io.StringIO()
     view = LineView(Console(file=out, width=40))
     services = plan_services(GatewayConfig(), [PrefillConfig()], [])
-    mesh = LocalMesh(services, log_fd=2, restart=True, drain_s=0, on_change=view.show)
+    mesh = LocalMesh(services, 2, True, 0, view.show, lambda mesh, wish: None)
     gateway, prefill = services
     enter(mesh, gateway, Phase.STARTING, pid=7)
     enter(mesh, gateway, Phase.STARTING, part="loading the tokenizer")
