@@ -43,8 +43,8 @@ class KvEnds:
         self._clock = worker.clock
         self._layout = layout
         random_bytes = CountedBytes(worker.incarnation)
-        self._senders = Senders(num_slots=size.num_slots)
-        self._receivers = Receivers(
+        self.senders = Senders(num_slots=size.num_slots)
+        self.receivers = Receivers(
             num_slots=size.num_slots,
             tags=TagRanges(random_bytes),
             random_bytes=random_bytes,
@@ -81,17 +81,17 @@ class KvEnds:
         self.sinks = frozenset(self._sinks)
         self._others[link] = sink
         sink.ends._others[link] = self._worker
-        self._senders.link_up(link, self._rule)
-        sink.ends._receivers.link_up(link, self._worker.incarnation, self._rule)
+        self.senders.link_up(link, self._rule)
+        sink.ends.receivers.link_up(link, self._worker.incarnation, self._rule)
 
     def speed_to(self, sink: Incarnation) -> float:
         """Bytes a second of one more push, beside those on their way; 0 = a frame takes no time."""
-        return self._link_bytes_s / (1 + self._senders.num_on(self._sinks[sink]))
+        return self._link_bytes_s / (1 + self.senders.num_on(self._sinks[sink]))
 
     @property
     def pending_bytes(self) -> int:
         """KV that is announced and not acknowledged."""
-        return self._senders.pending_bytes
+        return self.senders.pending_bytes
 
     def lose(self, other: CoreWorker, error: MeshError) -> None:
         """The other end of every pair with it is gone, and nothing is under way any more."""
@@ -100,8 +100,8 @@ class KvEnds:
         self.sinks = frozenset(self._sinks)
         for link in [link for link, it in self._others.items() if it is other]:
             del self._others[link]
-            self.do(self._senders.link_lost(link, error, now))
-            self.do(self._receivers.link_lost(link, error, now))
+            self.do(self.senders.link_lost(link, error, now))
+            self.do(self.receivers.link_lost(link, error, now))
             for key in [key for key in self._receives if key[0] == link]:
                 self._settle_receive(self._receives.pop(key), TransferFailed("endpoint closed"))
 
@@ -109,7 +109,7 @@ class KvEnds:
 
     def begin(self, key: TransferKey, peer: Incarnation, num_tokens: int) -> None:
         """A prompt's KV is to go there."""
-        self.do(self._senders.begin(key, self._sinks[peer], num_tokens, self._clock.now))
+        self.do(self.senders.begin(key, self._sinks[peer], num_tokens, self._clock.now))
 
     def announce(self, plan: StepPlan) -> list[TransferKey]:
         """Tell the sinks what a step computes of their prompts; returns whose these are."""
@@ -127,40 +127,22 @@ class KvEnds:
 
     def _plan_span(self, key: TransferKey, start: int, stop: int, *, is_cached: bool) -> None:
         mode, now = PushMode.LAYERWISE, self._clock.now
-        self.do(self._senders.span_planned(key, start, stop, mode, now, is_cached=is_cached))
+        self.do(self.senders.span_planned(key, start, stop, mode, now, is_cached=is_cached))
 
     def layers_ready(self, pushes: list[TransferKey], num_layers: int) -> None:
         """So many layers of the running step are computed."""
         if self._worker.is_alive:
             for key in pushes:
-                self.do(self._senders.layers_ready(key, num_layers, self._clock.now))
+                self.do(self.senders.layers_ready(key, num_layers, self._clock.now))
 
     def computed(self, pushes: list[TransferKey]) -> None:
         """The step is over."""
         for key in pushes:
-            self.do(self._senders.span_computed(key, self._clock.now))
+            self.do(self.senders.span_computed(key, self._clock.now))
 
     def commit(self, key: TransferKey, first_token: int) -> None:
         """Token 1 is sampled."""
-        self.do(self._senders.commit(key, first_token, self._clock.now))
-
-    def give_up_push(self, key: TransferKey, error: MeshError | None) -> None:
-        """See ``Senders.give_up``."""
-        self.do(self._senders.give_up(key, error, self._clock.now))
-
-    def give_way(self, num_tokens: int, error: MeshError) -> None:
-        """See ``Senders.give_way``."""
-        self.do(self._senders.give_way(num_tokens, error, self._clock.now))
-
-    # --- what its leases tell ---------------------------------------------------------------------
-
-    def lease_changed(self, key: TransferKey) -> None:
-        """See ``Receivers.lease_changed``."""
-        self.do(self._receivers.lease_changed(key, self._clock.now))
-
-    def give_up_receive(self, key: TransferKey, error: MeshError) -> None:
-        """See ``Receivers.give_up``."""
-        self.do(self._receivers.give_up(key, error, self._clock.now))
+        self.do(self.senders.commit(key, first_token, self._clock.now))
 
     # --- transfers --------------------------------------------------------------------------------
 
@@ -218,9 +200,9 @@ class KvEnds:
         if isinstance(message, Pull):
             ends._be_pulled(link, message)
         elif link in self._sinks.values():
-            ends.do(ends._receivers.message(link, message, now))  # type: ignore[arg-type]
+            ends.do(ends.receivers.message(link, message, now))  # type: ignore[arg-type]
         else:
-            ends.do(ends._senders.message(link, message, now))  # type: ignore[arg-type]
+            ends.do(ends.senders.message(link, message, now))  # type: ignore[arg-type]
 
     def _send(self, order: transfer.GatherAndSend) -> None:
         """Read the blocks now, and let the frame land later; a frame to nobody fails."""
@@ -241,7 +223,7 @@ class KvEnds:
                 other.ends._settle_receive(receive, None)
             if self._worker.is_alive:
                 now = self._clock.now
-                self.do(self._senders.send_settled(order.key, frame.idx, error, now))
+                self.do(self.senders.send_settled(order.key, frame.idx, error, now))
 
         begins_at = max(self._clock.now, self._link_free_at)
         self._link_free_at = begins_at + frame.payload_bytes * self._byte_s
@@ -249,7 +231,7 @@ class KvEnds:
 
     def _settle_receive(self, order: transfer.PostReceive, error: MeshError | None) -> None:
         now = self._clock.now
-        self.do(self._receivers.receive_settled(order.key, order.frame.idx, error, now))
+        self.do(self.receivers.receive_settled(order.key, order.frame.idx, error, now))
 
     def _sent(self, key: TransferKey, error: MeshError | None) -> None:
         """A transfer from here is over."""
@@ -265,17 +247,17 @@ class KvEnds:
 
     def _attach(self, key: TransferKey, source: Incarnation) -> None:
         now = self._clock.now
-        if not self._receivers.is_waiting(key):
+        if not self.receivers.is_waiting(key):
             return
         job = self._worker.find_taker(key)
         if job is None or job.lease is None:
-            self._receivers.must_wait(key, now, is_reserved=False)
+            self.receivers.must_wait(key, now, is_reserved=False)
         elif not self._worker.leases.open(job.lease, source):
-            self._receivers.must_wait(key, now, is_reserved=True)
+            self.receivers.must_wait(key, now, is_reserved=True)
         else:
             lease, is_prefix = job.lease, job.life.task is Task.PREFIX
             num, skip = lease.num_tokens, lease.skip_tokens
-            self.do(self._receivers.attached(key, num, skip, now, is_prefix=is_prefix))
+            self.do(self.receivers.attached(key, num, skip, now, is_prefix=is_prefix))
 
     def _place(self, order: transfer.VerifyAndPlace) -> None:
         lease, frame = self._worker.taker(order.key).its_lease, order.frame
@@ -288,7 +270,7 @@ class KvEnds:
             layers = (frame.first_layer, frame.last_layer)
             table = lease.block_table
             self._worker.engine.write(table, frame.start, frame.stop, layers, staged.payload)
-        self.do(self._receivers.frame_placed(order.key, frame.idx, error, self._clock.now))
+        self.do(self.receivers.frame_placed(order.key, frame.idx, error, self._clock.now))
 
     def _hand_over(self, job: SimJob, first_token: int, num_tokens: int, num_bytes: int) -> None:
         worker, lease = self._worker, job.its_lease
@@ -342,12 +324,12 @@ class KvEnds:
             return
         self._pulled[pull.key] = table
         num_tokens = len(pull.token_ids)
-        self.do(self._senders.begin(pull.key, back, num_tokens, now, is_prefix=True))
+        self.do(self.senders.begin(pull.key, back, num_tokens, now, is_prefix=True))
         if table.num_hit_tokens:
             self._plan_span(pull.key, 0, table.num_hit_tokens, is_cached=True)
             self.commit(pull.key, 0)
         else:
-            self.give_up_push(pull.key, None)
+            self.do(self.senders.give_up(pull.key, None, now))
 
     def _fetch_is_late(self, key: TransferKey) -> None:
         job = self._worker.find_taker(key)
@@ -369,5 +351,5 @@ class KvEnds:
 
     def check(self) -> None:
         """Check both ledgers."""
-        self._senders.check_integrity()
-        self._receivers.check_integrity()
+        self.senders.check_integrity()
+        self.receivers.check_integrity()

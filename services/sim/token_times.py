@@ -21,20 +21,14 @@ class StepEnds(NamedTuple):
         return self.stop - self.start
 
 
-class _Run(NamedTuple):
-    ends: array[float]
-    start: int
-    stop: int
-    later_s: float
-
-
 class TokenTimes(Sequence[float]):
-    """Ascending times. Those of equal steps are not copied: they stand with their worker."""
+    """Ascending times. Those of equal steps, with how much later each comes, are not copied: they
+    stand with their worker."""
 
     __slots__ = ("_num", "_parts", "_since")
 
     def __init__(self) -> None:
-        self._parts: list[float | _Run] = []
+        self._parts: list[float | tuple[StepEnds, float]] = []
         self._num = 0
         self._since = 0.0
 
@@ -46,7 +40,7 @@ class TokenTimes(Sequence[float]):
     def extend(self, steps: StepEnds, later_s: float) -> None:
         """A token of each of these steps, so much later than its end."""
         if steps.num:
-            self._parts.append(_Run(*steps, later_s))
+            self._parts.append((steps, later_s))
             self._num += steps.num
 
     def count_from(self, since: float) -> TokenTimes:
@@ -60,8 +54,8 @@ class TokenTimes(Sequence[float]):
     def __iter__(self) -> Iterator[float]:
         since = self._since
         for part in self._parts:
-            if isinstance(part, _Run):
-                ends, start, stop, later_s = part
+            if isinstance(part, tuple):
+                (ends, start, stop), later_s = part
                 for at in ends[start:stop]:
                     yield at + later_s - since
             else:
@@ -79,8 +73,9 @@ class TokenTimes(Sequence[float]):
             raise IndexError(index)
         if place == self._num - 1:
             last = self._parts[-1]
-            if isinstance(last, _Run):
-                return last.ends[last.stop - 1] + last.later_s - self._since
+            if isinstance(last, tuple):
+                steps, later_s = last
+                return steps.ends[steps.stop - 1] + later_s - self._since
             return last - self._since
         return next(islice(self, place, None))
 

@@ -205,7 +205,7 @@ class CoreWorker:
                     self._step_alone()
                     self.scheduler.abort(job.sequence)
                 case AbortPush(why):
-                    self.ends.give_up_push(key, why)
+                    self.ends.do(self.ends.senders.give_up(key, why, self.clock.now))
                 case CancelLease(why):
                     lease = job.its_lease
                     self.do_leases(self.leases.cancel(lease, why, now=self.clock.now))
@@ -239,22 +239,23 @@ class CoreWorker:
 
     def do_leases(self, effects: list[LeaseEffect]) -> None:
         """Perform what the leases decided; their worker has caught up before."""
+        ends, now = self.ends, self.clock.now
         for effect in effects:
             match effect:
                 case GrantLease(lease):
                     job = self.taker(lease.key)
                     if job.life.task is Task.PREFIX:
-                        self.ends.prefix_granted(lease.key)
+                        ends.prefix_granted(lease.key)
                     else:
                         self._say(job, "granted")
                     self._arm(lease.expires_at)
-                    self.ends.lease_changed(lease.key)
+                    ends.do(ends.receivers.lease_changed(lease.key, now))
                 case Refuse(lease, error):
                     self.handle(self.taker(lease.key), LifeEvent.FAILED, error)
                 case RefuseOpen(lease, error) | AbortReceive(lease, error):
-                    self.ends.give_up_receive(lease.key, error)
+                    ends.do(ends.receivers.give_up(lease.key, error, now))
                 case MakeRoom(num_tokens, error):
-                    self.ends.give_way(num_tokens, error)
+                    ends.do(ends.senders.give_way(num_tokens, error, now))
         self.on_change()
 
     def _arm(self, when: float | None) -> None:
