@@ -88,17 +88,6 @@ class MuxModel:
         return max(moved / bandwidth, flops) + self.step_overhead_s * batch
 
 
-@dataclass(frozen=True, slots=True)
-class MuxCandidate:
-    """One model at a degree of parallelism, with the least share of multiprocessors that serves
-    its rate (or the best there is)."""
-
-    tp: int
-    sm: float
-    batch: int
-    throughput: float
-
-
 def is_satisfied(throughput: float, rate: float) -> bool:
     """Whether a rate counts as served: half a request or 10 % below is near enough."""
     return throughput + min(0.5, 0.1 * throughput) > rate
@@ -110,18 +99,16 @@ def alone(model: MuxModel, tp: int, sm: float, batch: int) -> float:
 
 
 @lru_cache(maxsize=4096)
-def candidate(model: MuxModel, tp: int) -> MuxCandidate:
-    """Return the parallel candidate at this degree (algorithm 2)."""
-    best: MuxCandidate | None = None
+def sm_share(model: MuxModel, tp: int) -> float:
+    """Return the least share of multiprocessors that serves a model's rate at this degree of
+    parallelism, or the best there is (its parallel candidate, algorithm 2)."""
+    most = _most_sequences([model], tp)[0]
+    served: dict[float, float] = {}
     for sm in SM_SHARES:
-        batch = _least_batch(model, tp, sm, _most_sequences([model], tp)[0])
-        found = MuxCandidate(tp, sm, batch, alone(model, tp, sm, batch))
-        if found.throughput >= model.rate:
-            return found
-        if best is None or found.throughput > best.throughput:
-            best = found
-    assert best is not None
-    return best
+        served[sm] = alone(model, tp, sm, _least_batch(model, tp, sm, most))
+        if served[sm] >= model.rate:
+            return sm
+    return max(served, key=served.__getitem__)
 
 
 def _most_sequences(models: Sequence[MuxModel], tp: int) -> list[int]:
@@ -151,7 +138,7 @@ def throughput(models: tuple[MuxModel, ...], tp: int) -> float:
     """
     if not models:
         return 0.0
-    shares = [candidate(model, tp).sm for model in models]
+    shares = [sm_share(model, tp) for model in models]
     most = _most_sequences(models, tp)
     pairs = zip(models, shares, most, strict=True)
     batches = [_least_batch(model, tp, sm, limit) for model, sm, limit in pairs]
@@ -205,7 +192,7 @@ class ModelMesh:
         needed = sum(one.weights + RUNTIME_BYTES for one in models)
         if needed >= GPU_MEMORY * self.num_gpus * MEMORY_SHARE:
             return False
-        used = sum(candidate(one, self.num_gpus).sm for one in models)
+        used = sum(sm_share(one, self.num_gpus) for one in models)
         return used <= 1 + SM_OVERLOAD + 1e-9
 
 

@@ -12,10 +12,10 @@ from services.planner.core.muxserve import (
     MuxModel,
     alone,
     brute_force,
-    candidate,
     greedy,
     is_satisfied,
     mesh_groups,
+    sm_share,
     throughput,
     total,
 )
@@ -33,7 +33,7 @@ def test_a_unit_is_the_papers_equation() -> None:
     """One model: B / (t_prefill(B) + t_decode(B) * out), and never more than its rate."""
     busy = model("13b", 1000.0)
     found = throughput((busy,), 1)
-    best = max(alone(busy, 1, candidate(busy, 1).sm, batch) for batch in range(1, 257))
+    best = max(alone(busy, 1, sm_share(busy, 1), batch) for batch in range(1, 257))
     assert 0 < found <= best
     assert throughput((model("7b", 0.3),), 1) == 0.3
 
@@ -54,7 +54,7 @@ def test_served_means_near_enough() -> None:
 
 def test_a_candidate_takes_the_smallest_share_that_serves() -> None:
     """More demand, more multiprocessors."""
-    shares = [candidate(model("7b", rate), 1).sm for rate in (0.2, 2.0, 20.0)]
+    shares = [sm_share(model("7b", rate), 1) for rate in (0.2, 2.0, 20.0)]
     assert shares == sorted(shares)
     assert shares[0] < shares[-1]
 
