@@ -67,11 +67,7 @@ class StepFit(NamedTuple):
         if num_tokens <= 0:
             return 0.0
         num_steps = -(-num_tokens // step_tokens) if step_tokens else 1
-        return (
-            num_steps * self.constant_s
-            + self.seconds(num_tokens, attended(start, stop))
-            - (self.constant_s)
-        )
+        return (num_steps - 1) * self.constant_s + self.seconds(num_tokens, attended(start, stop))
 
 
 NO_FIT = StepFit()

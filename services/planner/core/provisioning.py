@@ -26,15 +26,14 @@ PERCENTILES: Final = (0.50, 0.90, 0.99)
 class MachineType:
     """cost, power: relative to DGX-A100 (paper, table V). hardware: its name in the data."""
 
-    name: str
     hardware: str
     cost: float
     power: float
 
 
-A100: Final = MachineType("A", "a100-80gb", 1.0, 1.0)
-H100: Final = MachineType("H", "h100-80gb", 2.35, 1.75)
-H100_CAPPED: Final = MachineType("Hcap", "h100-80gb-pcap", 2.35, 1.23)
+A100: Final = MachineType("a100-80gb", 1.0, 1.0)
+H100: Final = MachineType("h100-80gb", 2.35, 1.75)
+H100_CAPPED: Final = MachineType("h100-80gb-pcap", 2.35, 1.23)
 
 DESIGNS: Final = {
     "AA": (A100, A100),

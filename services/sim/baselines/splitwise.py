@@ -26,15 +26,14 @@ LINK_BANDWIDTH: Final = 200e9 / 8
 class HostedModel:
     """Size of a model on one server, bytes. kv_token: of one token in all layers."""
 
-    name: str
     weights: float
     kv_token: float
 
 
-LLAMA2_70B: Final = HostedModel("llama2-70b", 135e9, 2 * 80 * 8 * 128 * 2)
-LLAMA2_70B_AS_CODED: Final = HostedModel("llama2-70b", 135e9, 2 * 80 * 8192 * 2)
+LLAMA2_70B: Final = HostedModel(135e9, 2 * 80 * 8 * 128 * 2)
+LLAMA2_70B_AS_CODED: Final = HostedModel(135e9, 2 * 80 * 8192 * 2)
 """Their code takes the hidden size, as if every head had keys and values: 8 times too much."""
-BLOOM_176B: Final = HostedModel("bloom-176b", 329e9, 2 * 70 * 14336 * 2)
+BLOOM_176B: Final = HostedModel(329e9, 2 * 70 * 14336 * 2)
 
 SERVER_MEMORY: Final = 640e9
 
