@@ -47,7 +47,8 @@ def runs_of(runs: Sequence[MeasuredRun], model: str, hardware: str) -> list[Meas
 
 def machine_times(runs: Sequence[MeasuredRun], model: str, hardware: str) -> MachineTimes:
     """Return the curves of a machine with 8 GPUs."""
-    return MachineTimes(runs_of(runs, model, hardware))
+    source = f"Splitwise's medians of {model} on {hardware}, 8 GPUs"
+    return MachineTimes(runs_of(runs, model, hardware), source)
 
 
 def read_azure_lengths(path: Path) -> list[tuple[int, int]]:

@@ -1,11 +1,10 @@
-"""Published time models behind the interface of ``shared/predict/times.py``."""
+"""DistServe's fits behind the interface of ``shared/predict/times.py``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from services.sim.baselines.distserve_times import Coefficients, first_stage_ms
-from services.sim.baselines.splitwise_times import MachineTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,22 +27,6 @@ class DistServeTimes:
                 decode_ms -= (self.fits.decode_small if small else self.fits.decode_large)[0]
             total_ms += decode_ms
         return (total_ms + first_stage_ms(num_prompt + num_context - num_rows)) / 1000
-
-    def warnings(self) -> list[str]:
-        """See TimeModel."""
-        return []
-
-
-@dataclass(frozen=True, slots=True)
-class SplitwiseTimes:
-    """Splitwise's curves of one machine."""
-
-    machine: MachineTimes
-    source: str
-
-    def step_s(self, num_prompt: int, num_attended: int, num_rows: int, num_context: int) -> float:
-        """See TimeModel. Their curves know tokens and sequences, not what these attend to."""
-        return self.machine.iteration_s(num_prompt, num_rows)
 
     def warnings(self) -> list[str]:
         """See TimeModel."""

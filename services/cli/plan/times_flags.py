@@ -21,7 +21,7 @@ from services.planner.rows import first_of
 from services.planner.splitwise_data import machine_times, read_runs
 from services.sim.baselines.distserve_times import Degree
 from services.sim.baselines.splitwise_times import MachineTimes
-from services.sim.times import DistServeTimes, SplitwiseTimes
+from services.sim.times import DistServeTimes
 from shared.engine.fake import DEFAULT_TIMING
 from shared.errors import InvalidRequest
 from shared.predict.times import OPT_13B_A100, AffineTimes, ScaledTimes, TimeModel
@@ -152,9 +152,7 @@ class TimesFlags:
     def _splitwise(self) -> MachineTimes:
         assert self.data is not None
         path = first_of(self.data, "perf_model.csv", "splitwise_sim_perf_model.csv")
-        runs = read_runs(path)
-        model, hardware = self._splitwise_model, self.device or "a100-80gb"
-        return machine_times(runs, model, hardware)
+        return machine_times(read_runs(path), self._splitwise_model, self.device or "a100-80gb")
 
     @cached_property
     def _units(self) -> dict[Unit, UnitModel]:
@@ -198,9 +196,7 @@ class TimesFlags:
             assert self.profile is not None
             return found.times(self.profile.name), found.kv_tokens
         if self.times == "splitwise":
-            name = f"{self._splitwise_model} on {self.device or 'a100-80gb'}, 8 GPUs"
-            curves = SplitwiseTimes(self._splitwise, f"Splitwise's medians of {name}")
-            return curves, DEFAULT_KV_TOKENS
+            return self._splitwise, DEFAULT_KV_TOKENS
         return self._affine(), DEFAULT_KV_TOKENS
 
     def _distserve_times(self, unit: Unit) -> tuple[TimeModel, int]:

@@ -54,9 +54,10 @@ class MeasuredRun:
 
 
 class MachineTimes:
-    """How long iterations of one machine take, in seconds."""
+    """How long iterations of one machine take, in seconds; a TimeModel. source: whose runs."""
 
-    def __init__(self, runs: Sequence[MeasuredRun]) -> None:
+    def __init__(self, runs: Sequence[MeasuredRun], source: str = "") -> None:
+        self.source = source
         self._prompt = Curve((run.batch_tokens, run.prompt_ms / 1000) for run in runs)
         self._token = Curve((run.batch_tokens, run.token_ms / 1000) for run in runs)
 
@@ -67,6 +68,14 @@ class MachineTimes:
     def token_s(self, batch: int) -> float:
         """Of a decode step alone (their code looks the batch up among batch tokens)."""
         return self._token.at(batch)
+
+    def step_s(self, num_prompt: int, num_attended: int, num_rows: int, num_context: int) -> float:
+        """See TimeModel. Their curves know tokens and sequences, not what these attend to."""
+        return self.iteration_s(num_prompt, num_rows)
+
+    def warnings(self) -> list[str]:
+        """See TimeModel."""
+        return []
 
     def iteration_s(self, prompt_tokens: int, num_decodes: int) -> float:
         """Of any batch."""
