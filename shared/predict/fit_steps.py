@@ -67,8 +67,11 @@ def fit_steps(samples: Sequence[StepSample]) -> FittedPhase:
     is_held = [place % HELD_OUT == HELD_OUT // 2 for place in places]
     seen = [sample for sample, held in zip(ordered, is_held, strict=True) if not held]
     held_out = [sample for sample, held in zip(ordered, is_held, strict=True) if held]
-    partial = line_through(seen)
-    errors = [abs(_value(partial, sample) - sample.seconds) / sample.seconds for sample in held_out]
+    a, b, c = line_through(seen)
+    errors = [
+        abs(a + b * num_tokens + c * num_attended - seconds) / seconds
+        for num_tokens, num_attended, seconds in held_out
+    ]
     constant_s, token_s, attended_s = line_through(ordered)
     return FittedPhase(
         constant_s=constant_s,
@@ -89,7 +92,3 @@ def line_through(samples: Sequence[StepSample]) -> tuple[float, float, float]:
         line.observe((1.0, sample.num_tokens, sample.num_attended), sample.seconds)
     constant, token, attended = line.solve()
     return constant, token, attended
-
-
-def _value(line: tuple[float, float, float], sample: StepSample) -> float:
-    return line[0] + line[1] * sample.num_tokens + line[2] * sample.num_attended
