@@ -17,7 +17,7 @@ from shared.errors import InvalidRequest
 System = Literal["distserve", "vllm"]
 
 REQUEST_COLUMNS: Final = ("req_id", "arrival_s", "prompt_len", "output_len")
-LATENCY_COLUMNS: Final = ("ttft_ms", "decode_ms", "tpot_ms")
+LATENCY_COLUMNS: Final = Latency._fields
 DECIMALS: Final = (4, 4, 6)
 """Of the latency columns, as printed."""
 
@@ -25,14 +25,13 @@ MOST_TOKENS: Final = 10_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class GivenRequest:
+class GivenRequest(Arrival):
     """One line of a requests file; ``felt`` if it has the columns of an earlier run."""
 
     line: int
     req_id: str
     arrival_s: str
-    arrival: Arrival
-    felt: tuple[float, float, float] | None
+    felt: Latency | None
 
 
 def read_degree(flag: str, text: str) -> Degree:
@@ -147,10 +146,10 @@ def read_requests(path: Path) -> list[GivenRequest]:
             raise DataError(f"{where}: more than {MOST_TOKENS} tokens")
         felt = None
         if all(row.get(name, "").strip() for name in LATENCY_COLUMNS):
-            first, decode, tpot = (number(where, row, name) for name in LATENCY_COLUMNS)
-            felt = (first, decode, tpot)
-        arrival = Arrival(at_ms, prompt, output)
-        requests.append(GivenRequest(line, row["req_id"], row["arrival_s"], arrival, felt))
+            felt = Latency(*(number(where, row, name) for name in LATENCY_COLUMNS))
+        requests.append(
+            GivenRequest(at_ms, prompt, output, line, row["req_id"], row["arrival_s"], felt)
+        )
     if not requests:
         raise DataError(f"{path} holds no request")
     return requests
@@ -159,28 +158,22 @@ def read_requests(path: Path) -> list[GivenRequest]:
 def check_sizes(path: Path, requests: Sequence[GivenRequest], prefill: Instance) -> None:
     """Raises DataError: a request that no batch can take, and that would wait for ever."""
     for request in requests:
-        arrival = request.arrival
-        if arrival.prompt_len > prefill.capacity:
+        num_prompt, num_output = request.prompt_len, request.output_len
+        if num_prompt > prefill.capacity:
             raise DataError(
-                f"{path}:{request.line}: a prompt of {arrival.prompt_len} tokens is more than the "
+                f"{path}:{request.line}: a prompt of {num_prompt} tokens is more than the "
                 f"{prefill.capacity} that {prefill.degree} holds: it would wait for ever"
             )
-        if arrival.output_len and arrival.prompt_len + arrival.output_len > DECODE_CAP_TOKENS:
+        if num_output and num_prompt + num_output > DECODE_CAP_TOKENS:
             raise DataError(
-                f"{path}:{request.line}: {arrival.prompt_len} + {arrival.output_len} tokens are "
+                f"{path}:{request.line}: {num_prompt} + {num_output} tokens are "
                 f"more than the {DECODE_CAP_TOKENS} of one decode batch: it would wait for ever"
             )
 
 
-def printed(latency: Latency) -> tuple[float, float, float]:
+def printed(latency: Latency) -> Latency:
     """Return a latency as the files have it, rounded."""
-    first, decode, tpot = (
-        round(value, num)
-        for value, num in zip(
-            (latency.ttft_ms, latency.decode_ms, latency.tpot_ms), DECIMALS, strict=True
-        )
-    )
-    return first, decode, tpot
+    return Latency(*map(round, latency, DECIMALS))
 
 
 def results_text(requests: Sequence[GivenRequest], latencies: Sequence[Latency]) -> str:
@@ -188,8 +181,7 @@ def results_text(requests: Sequence[GivenRequest], latencies: Sequence[Latency])
     out = io.StringIO()
     writer = csv.writer(out)
     writer.writerow((*REQUEST_COLUMNS, *LATENCY_COLUMNS))
-    for request, latency in zip(requests, latencies, strict=True):
-        arrival = request.arrival
-        lengths = (arrival.prompt_len, arrival.output_len)
-        writer.writerow((request.req_id, request.arrival_s, *lengths, *printed(latency)))
+    for it, latency in zip(requests, latencies, strict=True):
+        asked = (it.req_id, it.arrival_s, it.prompt_len, it.output_len)
+        writer.writerow((*asked, *printed(latency)))
     return out.getvalue()

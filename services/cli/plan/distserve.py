@@ -91,14 +91,14 @@ def distserve(
     began = time.perf_counter()
     sim = DistServeSim(*phases, is_split=system == "distserve", fidelity=fidelity)
     with progress(f"{model} {system}", len(given)) as on_progress:
-        latencies = sim.run([request.arrival for request in given], on_progress)
+        latencies = sim.run(given, on_progress)
     took_s = time.perf_counter() - began
     if out is not None:
         write_whole(out, results_text(given, latencies).encode())
     where = (
         f"P({prefill_degree}) D({decode_degree})" if system == "distserve" else str(prefill_degree)
     )
-    duration_s = given[-1].arrival.at_ms / 1000
+    duration_s = given[-1].at_ms / 1000
     felt = {
         "ttft_ms": _percentiles([latency.ttft_ms for latency in latencies]),
         "tpot_ms": _percentiles([latency.tpot_ms for latency in latencies]),

@@ -93,7 +93,7 @@ def distserve_placement(
     )
     slo = read_slo(slo_ttft, slo_tpot)
     goal = LatencyGoal(slo.ttft_s * 1000, slo.tpot_s * 1000, target)
-    lengths = [(one.arrival.prompt_len, one.arrival.output_len) for one in read_requests(requests)]
+    lengths = [(one.prompt_len, one.output_len) for one in read_requests(requests)]
     files = DistServeData(data, "distserve")
     placer = Placer(files, model, Demand.drawn(lengths, num_requests, seed), goal, success)
     candidates = placer.candidates(nodes, gpus, affinity)

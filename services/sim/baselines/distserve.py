@@ -22,7 +22,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from services.sim.baselines.distserve_times import Coefficients, Degree, first_stage_ms
 
@@ -44,8 +44,7 @@ class Arrival:
     output_len: int
 
 
-@dataclass(frozen=True, slots=True)
-class Latency:
+class Latency(NamedTuple):
     """What one request felt. tpot_ms: decode time by output tokens, as DistServe counts it."""
 
     ttft_ms: float
@@ -64,11 +63,10 @@ class Instance:
 
 
 class _Job:
-    __slots__ = ("arrival", "at_ms", "context", "end_ms", "first_ms", "left")
+    __slots__ = ("arrival", "context", "end_ms", "first_ms", "left")
 
     def __init__(self, arrival: Arrival) -> None:
         self.arrival = arrival
-        self.at_ms = arrival.at_ms
         self.context = arrival.prompt_len
         self.left = arrival.output_len
         self.first_ms = self.end_ms = 0.0
@@ -163,7 +161,7 @@ class DistServeSim:
         jobs = self._arrivals = [_Job(arrival) for arrival in workload]
         while True:
             if self._next_arrival < len(jobs) and (
-                not self._heap or jobs[self._next_arrival].at_ms <= self._heap[0][0]
+                not self._heap or workload[self._next_arrival].at_ms <= self._heap[0][0]
             ):
                 self._arrive(jobs[self._next_arrival])
                 self._next_arrival += 1
@@ -179,7 +177,7 @@ class DistServeSim:
     # What happens.
 
     def _arrive(self, job: _Job) -> None:
-        self.now = job.at_ms
+        self.now = job.arrival.at_ms
         self._head.prompts.append(job)
         self._wake(self._head)
 
@@ -284,7 +282,7 @@ class DistServeSim:
         num = len(batch)
         until = self._heap[0][0] if self._heap else float("inf")
         if self._next_arrival < len(self._arrivals):
-            until = min(until, self._arrivals[self._next_arrival].at_ms)
+            until = min(until, self._arrivals[self._next_arrival].arrival.at_ms)
         most = min(job.left for job in batch) - 1
         most = min(most, (DECODE_CAP_TOKENS - num_tokens) // num)
         start, num_rounds = self.now, 0
@@ -324,4 +322,4 @@ def _decode_ms(stage: _Stage, batch: int, num_tokens: int) -> float:
 def _latency(job: _Job) -> Latency:
     decode_ms = job.end_ms - job.first_ms
     num = job.arrival.output_len
-    return Latency(job.first_ms - job.at_ms, decode_ms, decode_ms / num if num else 0.0)
+    return Latency(job.first_ms - job.arrival.at_ms, decode_ms, decode_ms / num if num else 0.0)

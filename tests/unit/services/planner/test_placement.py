@@ -107,7 +107,7 @@ def test_four_gpus_and_opt_13b() -> None:
         for path in DATA.glob("*.csv")
         if "simdistserve" in path.name and "made" not in path.name
     )
-    lengths = [(one.arrival.prompt_len, one.arrival.output_len) for one in read_requests(path)]
+    lengths = [(one.prompt_len, one.output_len) for one in read_requests(path)]
     for success in ("each", "joint"):
         placer = Placer(
             DistServeData(DATA, "distserve"),

@@ -38,7 +38,7 @@ def simulated(
     phases = data.phase(model, Degree(tp, pp)), data.phase(model, Degree(tp_decode, pp_decode))
     given = read_requests(path)
     sim = DistServeSim(*phases, is_split=system == "distserve", fidelity=fidelity)
-    return given, sim.run([request.arrival for request in given]), sim
+    return given, sim.run(given), sim
 
 
 def test_there_are_files_of_both_systems_and_of_rings() -> None:
