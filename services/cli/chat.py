@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import Annotated, Any, Final
 
 from cyclopts import Group, Parameter
@@ -17,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from services.cli.client import LOCAL_GATEWAY, Gateway
-from services.cli.generate import SAMPLING, Answer, print_piece, stream_answer
+from services.cli.generate import USUAL, Answer, Sampling, print_piece, stream_answer
 from services.cli.interrupts import EXIT_INTERRUPTED, Interrupts
 from services.cli.models import NONE_YET
 from services.cli.receipt import receipt_table
@@ -86,9 +87,7 @@ def chat(
     system: Annotated[str, _CHAT] = "",
     model: Annotated[str | None, _CHAT, Parameter(show_env_var=False)] = None,
     history: Annotated[bool, _CHAT] = True,
-    max_tokens: Annotated[int | None, SAMPLING] = None,
-    temperature: Annotated[float | None, SAMPLING] = None,
-    seed: Annotated[int | None, SAMPLING] = None,
+    sampling: Sampling = USUAL,
     gateway: Gateway = LOCAL_GATEWAY,
 ) -> int:
     """Talk with the model of a running gateway; answers stream, and it remembers what was said.
@@ -104,18 +103,9 @@ def chat(
         Name of the model; default: the one that the gateway serves.
     history
         Keep what is typed for the next time, in the user's state folder, for the user alone.
-    max_tokens
-        Longest answer; default: what the gateway allows.
-    temperature
-        0 = always the likeliest token; default: the model's.
-    seed
-        Makes sampling repeatable.
     """
-    settings = {
-        "model": model, "max_tokens": max_tokens, "temperature": temperature, "seed": seed
-    }  # fmt: skip
     served = asyncio.run(gateway.ask("/v1/models"))["data"]
-    talk = Conversation(gateway, settings, system)
+    talk = Conversation(gateway, {"model": model, **asdict(sampling)}, system)
     out = Console(highlight=False)
     if not sys.stdin.isatty():
         return _Dialogue(talk, out).run(_piped_lines())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Annotated, Any
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any, Final
 
 import orjson
 from cyclopts import Group, Parameter
@@ -25,8 +25,26 @@ from shared.errors import WorkerLost
 
 MAX_EVENT_BYTES = 4 << 20
 
-SAMPLING = Parameter(group=Group("Sampling", sort_key=1))
+_SAMPLING = Parameter(group=Group("Sampling", sort_key=1))
 _OUTPUT = Parameter(group=Group("Output", sort_key=3))
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """What a request says of its answer's tokens, under the names of OpenAI's fields."""
+
+    max_tokens: Annotated[int | None, _SAMPLING] = None
+    """Longest answer; default: what the gateway allows."""
+
+    temperature: Annotated[float | None, _SAMPLING] = None
+    """0 = always the likeliest token; default: the model's."""
+
+    seed: Annotated[int | None, _SAMPLING] = None
+    """Makes sampling repeatable."""
+
+
+USUAL: Final = Sampling()
 
 
 @dataclass(slots=True)
@@ -43,10 +61,8 @@ def generate(
     prompt: Annotated[str | None, Parameter(show_env_var=False, show_default=False)] = None,
     /,
     *,
-    chat: Annotated[bool, Parameter(negative="--raw", group=SAMPLING.group)] = True,
-    max_tokens: Annotated[int | None, SAMPLING] = None,
-    temperature: Annotated[float | None, SAMPLING] = None,
-    seed: Annotated[int | None, SAMPLING] = None,
+    chat: Annotated[bool, Parameter(negative="--raw", group=_SAMPLING.group)] = True,
+    sampling: Sampling = USUAL,
     gateway: Gateway = LOCAL_GATEWAY,
     receipt: Annotated[bool, _OUTPUT] = True,
 ) -> int:
@@ -60,12 +76,6 @@ def generate(
         The prompt; default: all of stdin.
     chat
         Ask as a chat message, or with --raw continue the text.
-    max_tokens
-        Longest answer; default: what the gateway allows.
-    temperature
-        0 = always the likeliest token; default: the model's.
-    seed
-        Makes sampling repeatable.
     receipt
         Show where the time went.
     """
@@ -73,8 +83,8 @@ def generate(
         require(not sys.stdin.isatty(), "give a PROMPT, or pipe one in", param="prompt")
     text = sys.stdin.read() if prompt is None else prompt
     require(bool(text.strip()), "the prompt is empty: say something", param="prompt")
-    body: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
-    body |= {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
+    asked = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
+    body = {**asdict(sampling), **asked}
 
     async def main() -> None:
         answer = Answer()
