@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Final, NamedTuple
+from typing import Annotated, Final
 
 from services.cli.plan.explain import Explained, explain, lines, num_runs
 from services.cli.plan.sim_flags import QS, SimFlags, latencies
-from services.cli.plan.sim_report import Row, begin_report, draw_lines, report_files
+from services.cli.plan.sim_report import begin_report, draw_lines, report_files
 from services.cli.plan.view import Kept, progress, say_how_long
 from services.cli.sources import QUIET, JsonFlag
 from services.cli.words import plain_console, plain_table, print_json, print_lines
@@ -52,35 +52,8 @@ def simulate(
     beside
         Folders of pdmesh bench's or of earlier plans' reports, drawn into the same picture.
     """
-    shape = read_mesh(mesh)
-    done = _simulated(flags, [shape], output, beside, what_if=what_if, has_runner_up=True)
-    (run,), found = done.runs, done.found
-    facts = flags.facts(run) | {"impossible": done.impossible}
-    if what_if:
-        facts["what_if"] = asdict(found)
-    if output is not None:
-        report_files(flags, [run], output, {"runs": [facts]}, done.rows)
-        _draw_rates(flags, [run], output, done.kept)
-    if as_json:
-        print_json(facts)
-        return done.kept.exit_code(is_good=run.is_served)
-    console = plain_console()
-    console.print(
-        f"{shape}, {flags.policy}: {run.num_requests} requests of {flags.workload} at "
-        f"{flags.rate:g}/s, seed {flags.seed}"
-    )
-    table = plain_table("", *QS)
-    for name, values in latencies(run.answers).items():
-        table.add_row(name, *(_ms(value) for value in values.values()))
-    console.print(table)
-    console.print(
-        f"attainment {run.attained or 0:.1%} of TTFT {flags.slo_ttft} and TPOT {flags.slo_tpot}; "
-        f"{run.goodput:.2f} good requests/s a worker"
-    )
-    if run.errors:
-        console.print(f"not served: {_errors(run)}")
-    print_lines([*lines(found, flags), *done.impossible, *_times(flags, [run])])
-    return done.kept.exit_code(is_good=run.is_served)
+    shapes = [read_mesh(mesh)]
+    return _study(flags, shapes, output, beside, what_if=what_if, as_json=as_json, is_one=True)
 
 
 def compare(
@@ -111,58 +84,28 @@ def compare(
     shapes = list(dict.fromkeys(map(read_mesh, meshes)))
     if len(shapes) < 2:
         raise InvalidRequest("compare wants two meshes at least: 4M 2P+2D")
-    done = _simulated(flags, shapes, output, beside, what_if=what_if)
-    ranked, found = done.runs, done.found
-    facts = [flags.facts(run) | {"impossible": done.impossible} for run in ranked]
-    if output is not None:
-        report_files(flags, ranked, output, {"runs": facts, "best": asdict(found)}, done.rows)
-        _draw_rates(flags, ranked, output, done.kept)
-    if as_json:
-        print_json(facts)
-        return done.kept.exit_code()
-    console = plain_console()
-    console.print(
-        f"{ranked[0].num_requests} requests of {flags.workload} at {flags.rate:g}/s, "
-        f"{flags.policy}, seed {flags.seed}; TTFT {flags.slo_ttft}, TPOT {flags.slo_tpot}"
-    )
-    head = ("mesh", "attained", "good/s a worker", "TTFT p50", "p99", "TPOT p50", "p99")
-    table = plain_table(*head, "not served", left="mesh")
-    for run in ranked:
-        table.add_row(*_row(run))
-    console.print(table)
-    if len(ranked) > 1:
-        console.print(_first_of(*ranked[:2]))
-    print_lines([*lines(found, flags), *done.impossible, *_times(flags, ranked)])
-    return done.kept.exit_code()
+    return _study(flags, shapes, output, beside, what_if=what_if, as_json=as_json)
 
 
-class _Simulated(NamedTuple):
-    """runs: of each mesh, the best first. found: of that. impossible: limits that nobody can keep.
-    rows: what comes into their picture."""
-
-    runs: list[MeshRun]
-    found: Explained
-    impossible: list[str]
-    rows: list[Row]
-    kept: Kept
-
-
-def _simulated(
+def _study(
     flags: SimFlags,
     shapes: Sequence[MeshShape],
     output: Path | None,
     beside: Sequence[Path] | None,
     *,
     what_if: bool,
-    has_runner_up: bool = False,
-) -> _Simulated:
+    as_json: bool,
+    is_one: bool = False,
+) -> int:
+    """Simulate meshes, find out more of the best, and tell of it, or of all. is_one: it is about
+    one mesh, and which others of as many workers would do better."""
     flags.check()
     rows = begin_report(output, beside)
     units = [part.unit for shape in shapes for part in shape.parts]
     impossible = flags.impossible(units)
     requests = flags.requests(units)
     num = len(shapes) * (1 if output is None else len(RATES))
-    num += num_runs(shapes[0], has_runner_up=has_runner_up) if what_if else 0
+    num += num_runs(shapes[0], has_runner_up=is_one) if what_if else 0
     run_s = max(flags.trial_s(shape, requests) for shape in shapes)
     fewer = "--no-what-if leaves most of them out, " if what_if else ""
     say_how_long(num, run_s, f"{fewer}--num-requests shortens each")
@@ -178,8 +121,53 @@ def _simulated(
     found = Explained.of(runs[0])
     if what_if and kept.is_whole:
         with kept:
-            explain(flags, runs[0], found, has_runner_up=has_runner_up)
-    return _Simulated(runs, found, impossible, rows, kept)
+            explain(flags, runs[0], found, has_runner_up=is_one)
+    facts = [flags.facts(run) | {"impossible": impossible} for run in runs]
+    if is_one and what_if:
+        facts[0]["what_if"] = asdict(found)
+    if output is not None:
+        best = {} if is_one else {"best": asdict(found)}
+        report_files(flags, runs, output, {"runs": facts, **best}, rows)
+        _draw_rates(flags, runs, output, kept)
+    if as_json:
+        print_json(facts[0] if is_one else facts)
+    else:
+        (_show_one if is_one else _show_all)(flags, runs)
+        print_lines([*lines(found, flags), *impossible, *_times(flags, runs)])
+    return kept.exit_code(is_good=not is_one or runs[0].is_served)
+
+
+def _show_one(flags: SimFlags, runs: Sequence[MeshRun]) -> None:
+    (run,), console = runs, plain_console()
+    console.print(
+        f"{run.shape}, {flags.policy}: {run.num_requests} requests of {flags.workload} at "
+        f"{flags.rate:g}/s, seed {flags.seed}"
+    )
+    table = plain_table("", *QS)
+    for name, values in latencies(run.answers).items():
+        table.add_row(name, *(_ms(value) for value in values.values()))
+    console.print(table)
+    console.print(
+        f"attainment {run.attained or 0:.1%} of TTFT {flags.slo_ttft} and TPOT {flags.slo_tpot}; "
+        f"{run.goodput:.2f} good requests/s a worker"
+    )
+    if run.errors:
+        console.print(f"not served: {_errors(run)}")
+
+
+def _show_all(flags: SimFlags, ranked: Sequence[MeshRun]) -> None:
+    console = plain_console()
+    console.print(
+        f"{ranked[0].num_requests} requests of {flags.workload} at {flags.rate:g}/s, "
+        f"{flags.policy}, seed {flags.seed}; TTFT {flags.slo_ttft}, TPOT {flags.slo_tpot}"
+    )
+    head = ("mesh", "attained", "good/s a worker", "TTFT p50", "p99", "TPOT p50", "p99")
+    table = plain_table(*head, "not served", left="mesh")
+    for run in ranked:
+        table.add_row(*_row(run))
+    console.print(table)
+    if len(ranked) > 1:
+        console.print(_first_of(*ranked[:2]))
 
 
 def _row(run: MeshRun) -> list[str]:
