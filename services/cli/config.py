@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import textwrap
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -78,8 +77,23 @@ def config(
     settings: dict[str, dict[str, Setting]] = {}
     for role, kind in ROLES.items():
         read_config(kind, environment)
-        settings[role] = read_settings(kind, environment)
-    _print(settings, as_json)
+        settings[role] = {
+            name: dataclasses.replace(one, value=HIDDEN)
+            if name in SECRET_SETTINGS and one.value
+            else one
+            for name, one in read_settings(kind, environment).items()
+        }
+    if as_json:
+        print_json(settings)
+        return
+    for role, found in settings.items():
+        print(f"[{role}]")
+        pairs = {name: f"{name} = {toml_value(name, one.value)}" for name, one in found.items()}
+        width = max(map(len, pairs.values()))
+        for name, one in found.items():
+            origin = f"{one.origin}: {one.where}" if one.where else one.origin
+            print(f"{pairs[name]:<{width}}  # {origin}")
+        print()
 
 
 def example_file() -> str:
@@ -105,33 +119,6 @@ def toml_value(name: str, value: Any) -> str:
         return str(value).lower()
     unit = unit_of(name)
     return json.dumps(write_quantity(value, unit)) if unit else repr(value)
-
-
-def _print(settings: Mapping[str, Mapping[str, Setting]], as_json: bool) -> None:
-    settings = {
-        role: {
-            name: dataclasses.replace(one, value=HIDDEN)
-            if name in SECRET_SETTINGS and one.value
-            else one
-            for name, one in found.items()
-        }
-        for role, found in settings.items()
-    }
-    if as_json:
-        body = {
-            role: {name: dataclasses.asdict(one) for name, one in found.items()}
-            for role, found in settings.items()
-        }
-        print_json(body)
-        return
-    for role, found in settings.items():
-        print(f"[{role}]")
-        pairs = {name: f"{name} = {toml_value(name, one.value)}" for name, one in found.items()}
-        width = max(map(len, pairs.values()))
-        for name, one in found.items():
-            origin = f"{one.origin}: {one.where}" if one.where else one.origin
-            print(f"{pairs[name]:<{width}}  # {origin}")
-        print()
 
 
 def _default(kind: type[ServiceConfig], name: str) -> Any:

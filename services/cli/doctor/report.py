@@ -6,7 +6,6 @@ import asyncio
 import os
 import resource
 import sys
-from dataclasses import asdict
 from importlib.util import find_spec
 from typing import Annotated, Any, Final, Literal
 
@@ -74,11 +73,7 @@ def doctor(
     findings = [finding for found in sections.values() for finding in found]
     num_wrong = sum(finding.is_wrong for finding in findings)
     if as_json:
-        body = {
-            "ok": not num_wrong,
-            "sections": {name: [asdict(f) for f in found] for name, found in sections.items()},
-        }
-        print_json(body)
+        print_json({"ok": not num_wrong, "sections": sections})
     else:
         width = max(len(finding.name) for finding in findings)
         for name, found in sections.items():

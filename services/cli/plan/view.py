@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import sys
 from collections.abc import Callable, Generator, Iterable
@@ -47,7 +46,7 @@ class Kept:
 def show_tables(tables: Iterable[PaperTable], *, as_json: bool = False) -> None:
     """Print papers' tables, ours beside theirs."""
     if as_json:
-        print_json([dataclasses.asdict(table) for table in tables])
+        print_json([*tables])
         return
     console = plain_console()
     for paper in tables:
