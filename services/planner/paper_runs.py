@@ -17,7 +17,6 @@ from services.planner.core.paper_table import PaperRow, PaperTable
 from services.planner.core.placement import best_rate, quantile
 from services.planner.core.roofline import DEVICES
 from services.sim.baselines.iterations import (
-    BatchPolicy,
     OrcaPolicy,
     Part,
     SarathiPolicy,
@@ -132,17 +131,17 @@ def step_s(batch: Sequence[Part]) -> float:
     return STEP_BASE_S + STEP_TOKEN_S * tokens + STEP_ATTENDED_S * attended
 
 
-def _streams(rate: float, longest: int = 8000, num: int = 80) -> list[Stream]:
+def _streams(rate: float, longest: int = 8000) -> list[Stream]:
     rng = random.Random(1)
     at, streams = 0.0, list[Stream]()
-    for idx in range(num):
+    for idx in range(80):
         streams.append(Stream(idx, at, rng.randint(1, longest), rng.randint(2, 200)))
         at += rng.expovariate(rate)
     return streams
 
 
-def _worst_gap(policy: BatchPolicy, rate: float = 1.5) -> float:
-    streams = _streams(rate)
+def _worst_gap(policy: OrcaPolicy | SarathiPolicy) -> float:
+    streams = _streams(1.5)
     serve(policy, streams, step_s)
     return max(gap for stream in streams for gap in stream.gaps)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 StepTime = Callable[[Sequence["Part"]], float]
 """Seconds of one iteration."""
@@ -52,20 +51,12 @@ class Part:
     start: int
 
 
-class BatchPolicy(Protocol):
-    """Who is in the next iteration."""
-
-    num_workers: int
-    """Iterations under way at once: the depth of the pipeline."""
-
-    def arrive(self, stream: Stream) -> None: ...
-    def select(self) -> list[Part]: ...
-    def finish(self, stream: Stream) -> None: ...
-
-
 class OrcaPolicy:
     """Iteration-level scheduling, first come first served (algorithm 1): a request is let in when
-    its prompt and its longest answer fit into the slots; nobody overtakes one that does not fit."""
+    its prompt and its longest answer fit into the slots; nobody overtakes one that does not fit.
+
+    num_workers: iterations under way at once, the depth of the pipeline.
+    """
 
     def __init__(self, max_batch: int, num_slots: int, num_workers: int = 1) -> None:
         self.num_workers = num_workers
@@ -74,11 +65,9 @@ class OrcaPolicy:
         self._pool: list[Stream] = []
 
     def arrive(self, stream: Stream) -> None:
-        """See BatchPolicy."""
         self._pool.append(stream)
 
     def select(self) -> list[Part]:
-        """See BatchPolicy."""
         batch: list[Part] = []
         for stream in self._pool:
             if stream.is_running:
@@ -95,7 +84,6 @@ class OrcaPolicy:
         return batch
 
     def finish(self, stream: Stream) -> None:
-        """See BatchPolicy."""
         self._pool.remove(stream)
         self.num_reserved -= stream.prompt_len + stream.output_len
 
@@ -113,11 +101,9 @@ class SarathiPolicy:
         self._waiting: deque[Stream] = deque()
 
     def arrive(self, stream: Stream) -> None:
-        """See BatchPolicy."""
         self._waiting.append(stream)
 
     def select(self) -> list[Part]:
-        """See BatchPolicy."""
         batch = [Part(s, 1, s.num_computed) for s in self._running if s.is_decoding]
         left = self._budget - len(batch)
         while self._waiting and left > sum(map(_uncomputed, self._running)):
@@ -130,7 +116,6 @@ class SarathiPolicy:
         return batch
 
     def finish(self, stream: Stream) -> None:
-        """See BatchPolicy."""
         self._running.remove(stream)
 
 
@@ -140,7 +125,7 @@ def _uncomputed(stream: Stream) -> int:
 
 
 def serve(
-    policy: BatchPolicy,
+    policy: OrcaPolicy | SarathiPolicy,
     streams: Iterable[Stream],
     step_s: StepTime,
     watch: Callable[[Sequence[Part]], None] = lambda batch: None,
@@ -178,7 +163,7 @@ def serve(
                 _advance(policy, part, now)
 
 
-def _advance(policy: BatchPolicy, part: Part, now: float) -> None:
+def _advance(policy: OrcaPolicy | SarathiPolicy, part: Part, now: float) -> None:
     stream = part.stream
     stream.is_running = False
     stream.num_iterations += 1
