@@ -265,7 +265,8 @@ async def measure(
                     "prefill": f"http://127.0.0.1:{prefill_port}",
                     "decode": f"http://127.0.0.1:{decode_port}",
                 }
-                pids = {role: mesh.service(name).pid for role, name in PROCESSES.items()}
+                by_name = {service.name: service.pid for service in mesh.services}
+                pids = {role: by_name[name] for role, name in PROCESSES.items()}
                 probe = Probe(session, urls, pids)
                 load = Load(session, mesh.http_url, await served_model(session, mesh.http_url), 1)
                 before = await probe.read()

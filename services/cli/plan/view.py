@@ -69,12 +69,16 @@ def progress(title: str, total: int) -> Generator[Callable[..., None]]:
     """
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
-        yield lambda done=0: None
+        yield lambda *done: None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(title, total=total)
-        yield lambda done=None: bar.update(task, advance=1, completed=done)
+
+        def advance(done: int | None = None) -> None:
+            bar.update(task, advance=1, completed=done)
+
+        yield advance
 
 
 def require_ranges(*flags: tuple[str, bool, str]) -> None:
