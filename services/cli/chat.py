@@ -17,7 +17,7 @@ from cyclopts import Group, Parameter
 from rich.console import Console
 from rich.text import Text
 
-from services.cli.client import LOCAL_GATEWAY, Gateway
+from services.cli.client import LOCAL_GATEWAY, RunningGateway
 from services.cli.generate import USUAL, Answer, Sampling, print_piece, stream_answer
 from services.cli.interrupts import EXIT_INTERRUPTED, Interrupts
 from services.cli.models import NONE_YET
@@ -49,7 +49,7 @@ _CHAT = Parameter(group=Group("Conversation", sort_key=0))
 class Conversation:
     """What was said so far, and how to go on."""
 
-    def __init__(self, gateway: Gateway, settings: dict[str, Any], system: str) -> None:
+    def __init__(self, gateway: RunningGateway, settings: dict[str, Any], system: str) -> None:
         self._gateway = gateway
         self._settings = settings
         self.system = system
@@ -88,7 +88,7 @@ def chat(
     model: Annotated[str | None, _CHAT, Parameter(show_env_var=False)] = None,
     history: Annotated[bool, _CHAT] = True,
     sampling: Sampling = USUAL,
-    gateway: Gateway = LOCAL_GATEWAY,
+    gateway: RunningGateway = LOCAL_GATEWAY,
 ) -> int:
     """Talk with the model of a running gateway; answers stream, and it remembers what was said.
 

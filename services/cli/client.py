@@ -98,7 +98,7 @@ NO_ACCESS: Final = Access()
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class Gateway:
+class RunningGateway:
     """A running gateway, as a command is told of it."""
 
     url: Annotated[str, _url] = DEFAULT_URL
@@ -137,7 +137,7 @@ class Gateway:
             return await self.get(session, path, limit_s=limit_s)
 
 
-LOCAL_GATEWAY: Final = Gateway()
+LOCAL_GATEWAY: Final = RunningGateway()
 
 
 class GatewayRefused(MeshError):

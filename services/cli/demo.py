@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from services.cli.client import Gateway
+from services.cli.client import RunningGateway
 from services.cli.flags import CannotRun
 from services.cli.generate import Answer, stream_answer
 from services.cli.interrupts import Interrupts
@@ -104,7 +104,7 @@ async def ask(
     ``stream_answer``."""
     answer = Answer()
     body = {"messages": [{"role": "user", "content": prompt}], "temperature": 0, "max_tokens": 32}
-    await stream_answer(Gateway(url=url), body, answer, show)
+    await stream_answer(RunningGateway(url=url), body, answer, show)
     if expected not in answer.text:
         raise CannotRun(f"the answer is wrong, it should contain {expected}: please report this")
     return answer

@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import orjson
 
-from services.cli.client import LOCAL_GATEWAY, Gateway
+from services.cli.client import LOCAL_GATEWAY, RunningGateway
 from services.cli.sources import PLAIN
 from services.cli.words import print_json
 from services.gateway.core.decision_record import replay as decide_again
@@ -28,7 +28,7 @@ def explain(
     *,
     replay: Annotated[bool, PLAIN] = False,
     json: Annotated[bool, PLAIN] = False,
-    gateway: Gateway = LOCAL_GATEWAY,
+    gateway: RunningGateway = LOCAL_GATEWAY,
 ) -> int:
     """Say why a request went where it went.
 

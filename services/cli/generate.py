@@ -13,8 +13,8 @@ from rich.console import Console
 
 from services.cli.client import (
     LOCAL_GATEWAY,
-    Gateway,
     GatewayRefused,
+    RunningGateway,
     refusal,
     unreachable,
 )
@@ -63,7 +63,7 @@ def generate(
     *,
     chat: Annotated[bool, Parameter(negative="--raw", group=_SAMPLING.group)] = True,
     sampling: Sampling = USUAL,
-    gateway: Gateway = LOCAL_GATEWAY,
+    gateway: RunningGateway = LOCAL_GATEWAY,
     receipt: Annotated[bool, _OUTPUT] = True,
 ) -> int:
     """Send a prompt to a running gateway and print the answer as it comes.
@@ -100,7 +100,7 @@ def generate(
 
 
 async def stream_answer(
-    gateway: Gateway,
+    gateway: RunningGateway,
     body: Mapping[str, Any],
     answer: Answer,
     show: Callable[[str], None] = lambda piece: None,

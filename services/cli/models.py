@@ -8,7 +8,7 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
-from services.cli.client import LOCAL_GATEWAY, Gateway
+from services.cli.client import LOCAL_GATEWAY, RunningGateway
 from services.cli.sources import JsonFlag
 from services.cli.words import print_json
 
@@ -17,7 +17,7 @@ NONE_YET: Final = "no model yet: the first worker to join brings it"
 
 def models(
     *,
-    gateway: Gateway = LOCAL_GATEWAY,
+    gateway: RunningGateway = LOCAL_GATEWAY,
     as_json: JsonFlag = False,
 ) -> None:
     """Show what a running gateway serves: the name for clients, and the longest context."""

@@ -11,7 +11,7 @@ import orjson
 from services.cli.client import (
     ANSWERS_WITHIN_S,
     LOCAL_GATEWAY,
-    Gateway,
+    RunningGateway,
     refusal,
 )
 from services.cli.sources import PLAIN
@@ -23,7 +23,7 @@ def role(
     home: Annotated[Literal["prompt", "token"], PLAIN],
     /,
     *,
-    gateway: Gateway = LOCAL_GATEWAY,
+    gateway: RunningGateway = LOCAL_GATEWAY,
 ) -> None:
     """Change a worker's home role: prompt (prefill) or token (decode).
 
@@ -42,7 +42,7 @@ def role(
     print(f"{moved['incarnation']} ({moved['address']}): home {moved['home']}, now {moved['pool']}")
 
 
-async def _move(worker: str, home: str, gateway: Gateway) -> dict[str, Any]:
+async def _move(worker: str, home: str, gateway: RunningGateway) -> dict[str, Any]:
     async with gateway.access.session() as session:
         view = await gateway.get(session, "/cluster")
         incarnation = _named(worker, view["workers"])

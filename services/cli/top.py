@@ -15,7 +15,7 @@ from cyclopts import Group, Parameter
 from rich.console import Console
 from rich.live import Live
 
-from services.cli.client import LOCAL_GATEWAY, Gateway
+from services.cli.client import LOCAL_GATEWAY, RunningGateway
 from services.cli.flags import require
 from services.cli.interrupts import EXIT_INTERRUPTED, run_interruptible
 from services.cli.sources import JsonFlag
@@ -40,7 +40,7 @@ def top(
         bool, _OUTPUT, Parameter(negative="", show_env_var=False, show_default=False)
     ] = False,
     as_json: JsonFlag = False,
-    gateway: Gateway = LOCAL_GATEWAY,
+    gateway: RunningGateway = LOCAL_GATEWAY,
 ) -> int:
     """Watch a mesh: workers, their KV blocks, the queue, tokens/s, latencies, transfers.
 
@@ -67,7 +67,7 @@ def top(
     return EXIT_OK if code == EXIT_INTERRUPTED else code
 
 
-async def _print_once(gateway: Gateway, as_json: bool, console: Console) -> None:
+async def _print_once(gateway: RunningGateway, as_json: bool, console: Console) -> None:
     view = await gateway.ask("/cluster", limit_s=ANSWERS_WITHIN_S)
     if as_json:
         print_json(view)
@@ -75,7 +75,7 @@ async def _print_once(gateway: Gateway, as_json: bool, console: Console) -> None
         console.print(frame(gateway.url, view, width=console.width))
 
 
-async def _watch(gateway: Gateway, interval_s: float, console: Console) -> None:
+async def _watch(gateway: RunningGateway, interval_s: float, console: Console) -> None:
     leave = asyncio.Event()
     view: Any = None
     async with gateway.access.session() as session:

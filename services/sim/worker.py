@@ -239,23 +239,22 @@ class CoreWorker:
 
     def do_leases(self, effects: list[LeaseEffect]) -> None:
         """Perform what the leases decided; their worker has caught up before."""
-        ends, now = self.ends, self.clock.now
         for effect in effects:
             match effect:
                 case GrantLease(lease):
                     job = self.taker(lease.key)
                     if job.life.task is Task.PREFIX:
-                        ends.prefix_granted(lease.key)
+                        self.ends.prefix_granted(lease.key)
                     else:
                         self._say(job, "granted")
                     self._arm(lease.expires_at)
-                    ends.do(ends.receivers.lease_changed(lease.key, now))
+                    self.ends.do(self.ends.receivers.lease_changed(lease.key, self.clock.now))
                 case Refuse(lease, error):
                     self.handle(self.taker(lease.key), LifeEvent.FAILED, error)
                 case RefuseOpen(lease, error) | AbortReceive(lease, error):
-                    ends.do(ends.receivers.give_up(lease.key, error, now))
+                    self.ends.do(self.ends.receivers.give_up(lease.key, error, self.clock.now))
                 case MakeRoom(num_tokens, error):
-                    ends.do(ends.senders.give_way(num_tokens, error, now))
+                    self.ends.do(self.ends.senders.give_way(num_tokens, error, self.clock.now))
         self.on_change()
 
     def _arm(self, when: float | None) -> None:

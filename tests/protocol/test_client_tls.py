@@ -13,7 +13,7 @@ import aiohttp
 import grpc
 import pytest
 
-from services.cli.client import NO_ACCESS, Access, CannotRun, Gateway
+from services.cli.client import NO_ACCESS, Access, CannotRun, RunningGateway
 from services.cli.generate import Answer, stream_answer
 from services.gateway.grpc.door import Inference
 from shared import wire
@@ -51,12 +51,12 @@ def authority(tmp_path: Path) -> Authority:
 
 async def listed(url: str, access: Access) -> Any:
     """What a gateway serves."""
-    return await Gateway(url=url, access=access).ask("/v1/models")
+    return await RunningGateway(url=url, access=access).ask("/v1/models")
 
 
 async def said(url: str, access: Access, answer: Answer) -> str:
     """Stream one answer to its end."""
-    await stream_answer(Gateway(url=url, access=access), HI, answer)
+    await stream_answer(RunningGateway(url=url, access=access), HI, answer)
     return answer.text
 
 

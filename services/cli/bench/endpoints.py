@@ -26,8 +26,8 @@ from services.cli.client import (
     NO_ACCESS,
     Access,
     CannotRun,
-    Gateway,
     GatewayRefused,
+    RunningGateway,
 )
 from shared.errors import MeshError
 
@@ -124,7 +124,7 @@ class ServerEndpoint:
     def __init__(
         self,
         session: aiohttp.ClientSession,
-        server: Gateway,
+        server: RunningGateway,
         dialect: Dialect,
         description: Description,
     ) -> None:
@@ -209,13 +209,13 @@ async def open_endpoints(
     dialect.
     """
     connector = {"limit": 0, "keepalive_timeout": KEEPALIVE_S}
-    servers = [Gateway(url=url) for url in urls]
+    servers = [RunningGateway(url=url) for url in urls]
     async with access.session(connector=connector) as session:
         yield [await _opened(session, server, model, api, ignore_eos) for server in servers]
 
 
 async def _opened(
-    session: aiohttp.ClientSession, server: Gateway, model: str, api: Api, ignore_eos: bool
+    session: aiohttp.ClientSession, server: RunningGateway, model: str, api: Api, ignore_eos: bool
 ) -> ServerEndpoint:
     url = server.url
     model, max_model_len = await _model_of(session, server, model)
@@ -269,7 +269,9 @@ async def _probe(endpoint: ServerEndpoint, dialect: Dialect) -> Description | Me
     )
 
 
-async def _model_of(session: aiohttp.ClientSession, server: Gateway, model: str) -> tuple[str, int]:
+async def _model_of(
+    session: aiohttp.ClientSession, server: RunningGateway, model: str
+) -> tuple[str, int]:
     """Return the model's name and its context, 0 = not said."""
     try:
         answer = await server.get(session, "/v1/models", limit_s=PROBE_WITHIN_S)

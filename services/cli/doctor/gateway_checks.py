@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from services.cli.client import Gateway
+from services.cli.client import RunningGateway
 from services.cli.doctor.finding import Finding, absent, right, wrong
 from services.cli.words import uptime
 from shared.errors import MeshError
@@ -15,7 +15,7 @@ from shared.version import VERSION
 ANSWERS_WITHIN_S: Final = 4.0
 
 
-async def check_gateway(gateway: Gateway) -> list[Finding]:
+async def check_gateway(gateway: RunningGateway) -> list[Finding]:
     """Ask a gateway how its mesh is."""
     try:
         view = await gateway.ask("/cluster", limit_s=ANSWERS_WITHIN_S)
@@ -28,7 +28,7 @@ async def is_ours(port: int) -> bool:
     """Whether a gateway of ours listens on this port of this machine."""
     try:
         url = f"http://127.0.0.1:{port}"
-        answer = await Gateway(url=url).ask("/health", limit_s=ANSWERS_WITHIN_S)
+        answer = await RunningGateway(url=url).ask("/health", limit_s=ANSWERS_WITHIN_S)
     except MeshError:
         return False
     return answer == {"status": "ok"}

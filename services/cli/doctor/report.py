@@ -13,7 +13,7 @@ import orjson
 from cyclopts import Group, Parameter
 from rich.console import Console
 
-from services.cli.client import NO_ACCESS, Access, Gateway, require_url
+from services.cli.client import NO_ACCESS, Access, RunningGateway, require_url
 from services.cli.doctor import machine_checks as checks
 from services.cli.doctor.finding import Finding, lines_of
 from services.cli.doctor.gateway_checks import check_gateway, is_ours
@@ -120,7 +120,9 @@ async def examine(gateway: str, access: Access, *, wants_vllm: bool) -> Sections
         ],
     }
     if gateway:
-        sections[f"Mesh at {gateway}"] = await check_gateway(Gateway(url=gateway, access=access))
+        sections[f"Mesh at {gateway}"] = await check_gateway(
+            RunningGateway(url=gateway, access=access)
+        )
     return sections
 
 

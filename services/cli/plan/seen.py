@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple, cast
 import msgspec
 
 from services.cli.bench.endpoints import RECENT
-from services.cli.client import CannotRun, Gateway
+from services.cli.client import CannotRun, RunningGateway
 from services.gateway.http.cluster_bodies import RecentRequest, RecentRequests
 from services.planner.core.replay import SeenRequest, terms_of
 from services.planner.rows import read_json, read_rows, read_text
@@ -34,7 +34,7 @@ class SeenTraffic(NamedTuple):
     is_client: bool = False
 
 
-def ask_gateway(gateway: Gateway) -> RecentRequests:
+def ask_gateway(gateway: RunningGateway) -> RecentRequests:
     """Return what a gateway tells. Raises CannotRun, GatewayRefused."""
     return read_body(asyncio.run(gateway.ask(RECENT)), gateway.url)
 

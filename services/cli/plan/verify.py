@@ -15,7 +15,7 @@ from services.cli.bench.flags import seconds
 from services.cli.bench.report import report_of, write_report
 from services.cli.bench.view import time_text
 from services.cli.bench.workload import Ask
-from services.cli.client import LOCAL_GATEWAY, Gateway
+from services.cli.client import LOCAL_GATEWAY, RunningGateway
 from services.cli.plan.seen import SeenTraffic, ask_gateway, read_seen, seen_by_gateway
 from services.cli.plan.sim_report import begin_report, plain, seen_run, simulated_run
 from services.cli.plan.times_flags import TimesFlags, read_slo
@@ -140,7 +140,7 @@ def verify(
     flags: VerifyFlags = VerifyFlags(),
     keep: Path | None = None,
     output: Path | None = None,
-    gateway: Gateway = LOCAL_GATEWAY,
+    gateway: RunningGateway = LOCAL_GATEWAY,
     as_json: JsonFlag = False,
 ) -> int:
     """Replay what a live mesh served last in the simulator, and print predicted beside seen.

@@ -12,7 +12,7 @@ from cyclopts import Group, Parameter
 from rich.console import Console
 
 from services.cli.bench.endpoints import RECENT
-from services.cli.client import LOCAL_GATEWAY, Gateway
+from services.cli.client import LOCAL_GATEWAY, RunningGateway
 from services.cli.interrupts import EXIT_INTERRUPTED, run_interruptible
 from services.cli.plan.seen import read_body
 from services.cli.plan.times_flags import read_slo
@@ -96,7 +96,7 @@ def watch(
     flags: WatchFlags = WatchFlags(),
     interval: Annotated[float, _LOOKS] = 5.0,
     once: Annotated[bool, _LOOKS, Parameter(negative="", show_default=False)] = False,
-    gateway: Gateway = LOCAL_GATEWAY,
+    gateway: RunningGateway = LOCAL_GATEWAY,
     as_json: JsonFlag = False,
 ) -> int:
     """Follow a live mesh, and say what the planner would do now, and why.

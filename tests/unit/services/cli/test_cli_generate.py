@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 from rich.console import Console
 
-from services.cli.client import Access, Gateway, GatewayRefused
+from services.cli.client import Access, GatewayRefused, RunningGateway
 from services.cli.flags import CannotRun
 from services.cli.generate import Answer, print_piece, stream_answer
 from services.cli.interrupts import Interrupts
@@ -31,7 +31,7 @@ HI = {"messages": [{"role": "user", "content": "hi"}]}
 async def said(url: str, body: dict[str, Any], **options: Any) -> tuple[str, Answer]:
     """Stream one answer to its end."""
     answer, pieces = Answer(), list[str]()
-    await stream_answer(Gateway(url=url, **options), body, answer, pieces.append)
+    await stream_answer(RunningGateway(url=url, **options), body, answer, pieces.append)
     assert answer.text == "".join(pieces)
     return answer.text, answer
 
