@@ -25,12 +25,11 @@ class QuotaShare:
     rate: float
     num_heads: int
     num_layers: int
-    tp: int = 1
 
     @property
     def weight(self) -> float:
         """Blocks are of one head, so that models of any shape share a pool."""
-        return self.rate * self.num_heads * self.num_layers / self.tp
+        return self.rate * self.num_heads * self.num_layers
 
 
 def initial_quota(
@@ -43,10 +42,7 @@ def initial_quota(
     total = sum(share.weight for share in shares.values())
     one = AVERAGE_TOKENS // block_tokens
     return {
-        name: int(num_blocks * share.weight / total)
-        * share.tp
-        // (share.num_heads * share.num_layers)
-        // one
+        name: int(num_blocks * share.weight / total) // (share.num_heads * share.num_layers) // one
         for name, share in shares.items()
     }
 

@@ -85,9 +85,9 @@ ATTENTION: Final = (
 )
 
 
-def flops_utilization(tokens: float, seconds: float, n: int = 64) -> float:
-    """Return the share of the chips' peak that PaLM's matrix products use."""
-    return 2 * PALM_WEIGHTS * tokens / (seconds * n * TPU_V4_FLOPS)
+def flops_utilization(tokens: float, seconds: float) -> float:
+    """Return the share of 64 chips' peak that PaLM's matrix products use."""
+    return 2 * PALM_WEIGHTS * tokens / (seconds * 64 * TPU_V4_FLOPS)
 
 
 def pope_tables() -> list[PaperTable]:

@@ -24,9 +24,9 @@ def ttft_single(rate: float, service_s: float) -> float:
     return service_s + waiting_s(rate, service_s)
 
 
-def ttft_pipeline(rate: float, service_s: float, pp: int = 2) -> float:
-    """Of ``pp`` equal pipeline stages: a prompt takes as long, the next begins a stage later."""
-    return service_s + waiting_s(rate, service_s / pp)
+def ttft_pipeline(rate: float, service_s: float) -> float:
+    """Of two equal pipeline stages: a prompt takes as long, the next begins a stage later."""
+    return service_s + waiting_s(rate, service_s / 2)
 
 
 def ttft_tensor(rate: float, service_s: float, speedup: float) -> float:
