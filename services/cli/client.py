@@ -14,10 +14,9 @@ from cyclopts import Group, Parameter
 
 from services.cli.flags import CannotRun, require
 from shared.errors import MeshError
+from shared.rpc.tls import client_context
 
 if TYPE_CHECKING:
-    import ssl
-
     import aiohttp  # a third of a second: only commands that need it load it
 
 DEFAULT_URL: Final = "http://127.0.0.1:8000"
@@ -63,17 +62,6 @@ class Access:
     tls_client_key: Annotated[Path | None, _quiet] = None
     """PEM file of its private key."""
 
-    @property
-    def has_tls_files(self) -> bool:
-        """Whether connections are other than this machine's usual."""
-        return any((self.tls_ca, self.tls_client_cert, self.tls_client_key))
-
-    def tls(self, *, alpn: str = "") -> ssl.SSLContext:
-        """Return the context of connections. Raises InvalidRequest: a file is unusable."""
-        from shared.rpc.tls import client_context
-
-        return client_context(self.tls_ca, self.tls_client_cert, self.tls_client_key, alpn=alpn)
-
     def session(
         self, *, connector: Mapping[str, Any] | None = None, **options: Any
     ) -> aiohttp.ClientSession:
@@ -83,11 +71,12 @@ class Access:
         """
         import aiohttp
 
+        files = (self.tls_ca, self.tls_client_cert, self.tls_client_key)
         return aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_WITHIN_S),
             headers={"Authorization": f"Bearer {self.api_key}"} if self.api_key else {},
             connector=aiohttp.TCPConnector(
-                ssl=self.tls() if self.has_tls_files else True, **(connector or {})
+                ssl=client_context(*files) if any(files) else True, **(connector or {})
             ),
             **options,
         )
@@ -141,8 +130,6 @@ LOCAL_GATEWAY: Final = RunningGateway()
 
 
 class GatewayRefused(MeshError):
-    """The gateway answered with an error."""
-
     type = "refused"
 
 
