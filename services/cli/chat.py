@@ -77,7 +77,6 @@ class Conversation:
                 self.last = answer
 
     def reset(self) -> None:
-        """Forget all turns."""
         self.turns.clear()
         self.last = Answer()
 

@@ -94,14 +94,12 @@ class LiveView:
         )
 
     def show(self, mesh: LocalMesh) -> None:
-        """See LineView."""
         self._mesh = mesh
         for service in mesh.services:
             if self._since.get(service.name, (None,))[0] is not service.phase:
                 self._since[service.name] = service.phase, time.monotonic()
 
     def say(self, text: str) -> None:
-        """See LineView."""
         self._console.print(Text(text), soft_wrap=True)
 
     def _table(self) -> Table:

@@ -57,7 +57,6 @@ def uptime(seconds: float) -> str:
 
 
 def size(count: int) -> str:
-    """Return a number of bytes."""
     for unit, name in _UNITS:
         if count >= unit:
             return f"{count / unit:.1f} {name}"
@@ -65,5 +64,4 @@ def size(count: int) -> str:
 
 
 def speed(gb_per_s: float) -> str:
-    """Return a rate of bytes."""
     return f"{gb_per_s:.1f} GB/s" if gb_per_s >= 1 else f"{gb_per_s * 1000:.0f} MB/s"

@@ -350,6 +350,5 @@ class KvEnds:
         return list(self._pulled.values())
 
     def check(self) -> None:
-        """Check both ledgers."""
         self.senders.check_integrity()
         self.receivers.check_integrity()

@@ -76,7 +76,6 @@ class TimedEngine:
         self._fits = _fit(times, PROMPT_SHAPES), _fit(times, ANSWER_SHAPES)
 
     def fits(self) -> tuple[StepFit, StepFit]:
-        """See SimEngine."""
         return self._fits
 
     def step_seconds(self, rows: Sequence[StepRow]) -> float:
@@ -93,17 +92,15 @@ class TimedEngine:
         return self._times.step_s(prompt, attends, decodes, context)
 
     def step(self, rows: Sequence[StepRow], on_layer: Callable[[int], None]) -> list[RowResult]:
-        """See SimEngine."""
         return [RowResult(-1 if row.sample is None else 1) for row in rows]
 
     def read(self, blocks: Sequence[int], start: int, stop: int, layers: tuple[int, int]) -> object:
-        """See SimEngine."""
         return None
 
     def write(
         self, blocks: Sequence[int], start: int, stop: int, layers: tuple[int, int], kv: object
     ) -> None:
-        """See SimEngine."""
+        """Nothing is kept."""
 
 
 @dataclass(slots=True)

@@ -73,7 +73,6 @@ class Reporter:
             self.report()
 
     def report(self) -> None:
-        """Report now."""
         self._reported_at, self._news_at = self._clock.now, math.inf
         while True:
             status, changes = self._status(), self._changes()

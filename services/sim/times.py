@@ -29,5 +29,4 @@ class DistServeTimes:
         return (total_ms + first_stage_ms(num_prompt + num_context - num_rows)) / 1000
 
     def warnings(self) -> list[str]:
-        """See TimeModel."""
         return []

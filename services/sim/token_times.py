@@ -17,7 +17,6 @@ class StepEnds(NamedTuple):
 
     @property
     def num(self) -> int:
-        """How many."""
         return self.stop - self.start
 
 
@@ -33,7 +32,6 @@ class TokenTimes(Sequence[float]):
         self._since = 0.0
 
     def append(self, at: float) -> None:
-        """One token."""
         self._parts.append(at)
         self._num += 1
 

@@ -473,7 +473,6 @@ class CoreWorker:
         return not (self.jobs or self._stepping or self._run or self.pool.num_held)
 
     def check(self) -> None:
-        """Check every ledger."""
         self.scheduler.check_integrity()
         self.leases.check_integrity()
         self.ends.check()

@@ -85,11 +85,9 @@ class Dialect:
 
     @property
     def path(self) -> str:
-        """Of the API."""
         return "/v1/completions" if self.api == "completions" else "/v1/chat/completions"
 
     def body(self, model: str, prompts: Prompts, index: int, num_output: int) -> bytes:
-        """Return the request's body."""
         body: dict[str, Any] = {"model": model, "stream": True, "temperature": 0.0}
         if self.api == "completions":
             body["prompt"] = prompts.ids(index) if self.takes_ids else prompts.text(index)

@@ -44,7 +44,6 @@ class RateSearch:
         return (best + worst) / 2 if worst - best > self.tolerance * best else None
 
     def add(self, rate: float, share: float) -> None:
-        """Note what a rate attained."""
         self.tried.append((rate, share))
 
     @property

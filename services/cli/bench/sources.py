@@ -44,7 +44,6 @@ class Lengths:
     largest: int
 
     def draw(self, rng: random.Random) -> int:
-        """Return one length."""
         sigma = math.log(self.p90 / self.p50) / _Z90
         value = rng.lognormvariate(math.log(self.p50), sigma)
         return min(self.largest, max(1, round(value)))
@@ -60,7 +59,6 @@ class Shape:
     has_times: bool = False
 
     def asks(self, rng: random.Random) -> Iterator[Ask]:
-        """Requests without end."""
         while True:
             num_input = self.input.draw(rng)
             yield Ask(num_input=num_input, num_output=self.output.draw(rng))
@@ -89,7 +87,6 @@ class Sessions:
     has_times: bool = False
 
     def asks(self, rng: random.Random) -> Iterator[Ask]:
-        """Requests without end."""
         sessions: list[tuple[int, ...]] = []
         next_id = 1  # 0 is everybody's
         while True:
@@ -125,7 +122,6 @@ class Trace:
     has_times: bool = True
 
     def asks(self, rng: random.Random) -> Iterator[Ask]:
-        """See Source; nothing is drawn."""
         return iter(self.rows)
 
 

@@ -35,7 +35,6 @@ async def is_ours(port: int) -> bool:
 
 
 def judge_cluster(url: str, view: Mapping[str, Any]) -> list[Finding]:
-    """Judge the body of GET /cluster."""
     findings = [right("gateway", f"{url}, version {view['version']}, {uptime(view['uptime_s'])}")]
     if view["version"] != VERSION:
         text = f"{view['version']} there, {VERSION} here"

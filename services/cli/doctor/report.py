@@ -85,7 +85,6 @@ def doctor(
 
 
 async def examine(gateway: str, access: Access, *, wants_vllm: bool) -> Sections:
-    """Look at everything."""
     torch, torch_error = await _probe("torch", "shared.engine.probe")
     ucx, ucx_error = await _probe("ucxx", "shared.transport.probe")
     devices = checks.rdma_devices()

@@ -74,7 +74,6 @@ class MachineTimes:
         return self.iteration_s(num_prompt, num_rows)
 
     def warnings(self) -> list[str]:
-        """See TimeModel."""
         return []
 
     def iteration_s(self, prompt_tokens: int, num_decodes: int) -> float:
