@@ -13,8 +13,6 @@ from typing import Final
 from shared.errors import InvalidRequest
 
 _LINK: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kMGT]i?)?([Bb])(?:/s|ps)\s*")
-_FACTORS: Final = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_BINARY: Final = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,10 +93,8 @@ def read_link(text: str) -> float:
             f"a link must be a rate above zero such as 25GB/s (bytes) or 200Gb/s (bits), "
             f"not {text!r}"
         )
-    prefix = match[2] or ""
-    factor = {**_FACTORS, **_BINARY}.get(prefix)
-    if factor is None:
-        factor = _BINARY["K" + prefix[1:]]  # kiB
+    prefix = match[2] or " "
+    factor = (1024 if prefix.endswith("i") else 1000) ** " kMGT".index(prefix[0])
     return float(match[1]) * factor / (8 if match[3] == "b" else 1)
 
 
