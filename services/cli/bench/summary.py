@@ -41,7 +41,7 @@ def summarize(run: Run, slo: Slo) -> dict[str, Any]:
     judged = [record for record in run.records if record.end is not Ending.UNFINISHED]
     outcomes = [record.outcome() for record in judged]
     served = [outcome for outcome in outcomes if outcome.is_complete]
-    ends = {end.value: count for end in Ending if (count := _count(run, end))}
+    counts = Counter(record.end for record in run.records)
     ttft = [outcome.token_times[0] - outcome.arrived_at for outcome in served]
     share = attainment(outcomes, slo) if outcomes else None
     client = _client(run, ttft)
@@ -59,8 +59,8 @@ def summarize(run: Run, slo: Slo) -> dict[str, Any]:
         "rate": run.rate,
         "num_submitted": len(run.records),
         "submitted_per_s": len(run.records) / arrivals_s if arrivals_s > 0 else 0.0,
-        "ends": ends,
-        "num_missed": sum(_count(run, end) for end in MISSED),
+        "ends": {end.value: counts[end] for end in Ending if counts[end]},
+        "num_missed": sum(counts[end] for end in MISSED),
         "errors": dict(Counter(r.error for r in run.records if r.error).most_common(5)),
         "is_interrupted": run.is_interrupted,
         "span_s": span_s,
@@ -92,7 +92,8 @@ def summarize(run: Run, slo: Slo) -> dict[str, Any]:
 def void_reasons(run: Run, client: dict[str, Any]) -> list[str]:
     """Return why a run says more of the client than of the server; nothing = it counts."""
     bound = f"{client['bound_s'] * 1e3:.3g} ms"
-    num_late, num_own = client["num_late"], _count(run, Ending.CLIENT)
+    num_late = client["num_late"]
+    num_own = sum(record.end is Ending.CLIENT for record in run.records)
     reasons: list[str] = []
     if num_late > max(1, MOST_LATE_SHARE * len(run.records)):
         reasons.append(f"{num_late} of {len(run.records)} requests left late, by more than {bound}")
@@ -130,7 +131,3 @@ def _client(run: Run, ttft: Sequence[float]) -> dict[str, Any]:
         "wall_s": wall_s,
         "cpu_share": run.cpu_s / wall_s if wall_s > 0 else 0.0,
     }
-
-
-def _count(run: Run, end: Ending) -> int:
-    return sum(record.end is end for record in run.records)
