@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 from cyclopts import Group, Parameter
-from rich.console import Console
 
 from services.cli.bench.flags import BenchFlags, UrlsFlag
 from services.cli.client import DEFAULT_URL, NO_ACCESS, Access, require_url
@@ -53,8 +52,7 @@ def bench(
     if output is not None:
         require_folder(output)
     measurement = Measurement(url or (DEFAULT_URL,), source, flags, access)
-    progress = Console(stderr=True, highlight=False)
-    code = run_interruptible(lambda: measurement.go(progress), new_loop=new_event_loop)
+    code = run_interruptible(measurement.go, new_loop=new_event_loop)
     if not any(run.records for run in measurement.runs):
         return code
     report = build_report(measurement)

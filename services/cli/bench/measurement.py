@@ -17,7 +17,7 @@ from services.cli.bench.records import Run
 from services.cli.bench.search import RateSearch
 from services.cli.bench.summary import summarize
 from services.cli.bench.view import progress_of, rate_text
-from services.cli.bench.workload import Fit, Load, Source, plan
+from services.cli.bench.workload import AS_IT_COMES, Fit, Load, Source, plan
 from services.cli.client import NO_ACCESS, Access
 from services.cli.flags import CannotRun
 
@@ -38,8 +38,11 @@ class Measurement:
     descriptions: list[Description] = field(default_factory=list[Description])
     search: RateSearch | None = None
     mesh: dict[str, Any] | None = None
+    progress: Console = field(default_factory=lambda: Console(stderr=True, highlight=False))
+    _endpoints: Sequence[ServerEndpoint] = ()
+    _fit: Fit = AS_IT_COMES
 
-    async def go(self, progress: Console) -> None:
+    async def go(self) -> None:
         """Measure. Raises MeshError: a server cannot be used, or nothing is left to be sent."""
         flags = self.flags
         async with open_endpoints(
@@ -50,27 +53,25 @@ class Measurement:
             ignore_eos=flags.ignore_eos,
         ) as endpoints:
             self.descriptions = [endpoint.description for endpoint in endpoints]
-            fit = fit_of(endpoints, flags.fit)
+            self._endpoints, self._fit = endpoints, fit_of(endpoints, flags.fit)
             if flags.warmup:  # what is made once is paid for now: connections, kernels, pools
                 load = Load(rate=math.inf, num_requests=flags.warmup, arrivals="poisson")
-                await self._send(endpoints, Run(plan(self.source, load, fit)))
+                await self._send(Run(plan(self.source, load, self._fit)))
             rates = flags.first_rates(self.source)
             if flags.goodput:
-                await self._find_goodput(endpoints, fit, rates[0] or 1.0, progress)
+                await self._find_goodput(rates[0] or 1.0)
             else:
                 for rate in rates:
-                    await self._run(endpoints, fit, flags.load(rate), progress)
+                    await self._run(flags.load(rate))
             if len(endpoints) == 1:
                 self.mesh = await endpoints[0].mesh()
 
-    async def _find_goodput(
-        self, endpoints: Sequence[ServerEndpoint], fit: Fit, first: float, progress: Console
-    ) -> None:
+    async def _find_goodput(self, first: float) -> None:
         search = RateSearch(first, self.flags.attainment, self.flags.tolerance)
         self.search = search
         num_void = 0
         while (rate := search.next_rate()) is not None and num_void < MOST_VOID:
-            run = await self._run(endpoints, fit, self.flags.load(rate), progress)
+            run = await self._run(self.flags.load(rate))
             summary = summarize(run, self.flags.slo)
             if summary["void"]:
                 num_void += 1  # once more; what this client cannot send it cannot judge
@@ -78,10 +79,8 @@ class Measurement:
                 num_void = 0
                 search.add(rate, summary["attainment"])
 
-    async def _run(
-        self, endpoints: Sequence[ServerEndpoint], fit: Fit, load: Load, progress: Console
-    ) -> Run:
-        workload = plan(self.source, load, fit)
+    async def _run(self, load: Load) -> Run:
+        workload = plan(self.source, load, self._fit)
         if not workload.asks:
             left_out = f", {workload.num_skipped} do not fit" if workload.num_skipped else ""
             raise CannotRun(
@@ -90,13 +89,13 @@ class Measurement:
             )
         run = Run(workload, rate=workload.rate)
         self.runs.append(run)
-        async with progress_of(run, progress, rate_text(load.rate)):
-            await self._send(endpoints, run)
+        async with progress_of(run, self.progress, rate_text(load.rate)):
+            await self._send(run)
         return run
 
-    async def _send(self, endpoints: Sequence[ServerEndpoint], run: Run) -> None:
+    async def _send(self, run: Run) -> None:
         await run_open_loop(
-            endpoints,
+            self._endpoints,
             run.workload,
             run=run,
             answer_within_s=self.flags.timeout,

@@ -9,7 +9,6 @@ from typing import Any
 
 import orjson
 import pytest
-from rich.console import Console
 
 from services.cli.bench.command import _is_good, bench
 from services.cli.bench.endpoints import Description
@@ -21,7 +20,7 @@ from services.cli.bench.search import RateSearch
 from services.cli.bench.sources import fixed
 from services.cli.bench.summary import summarize
 from services.cli.bench.view import notes_of, report_view
-from services.cli.bench.workload import Ask, Fit, Load, Workload
+from services.cli.bench.workload import Ask, Load, Workload
 from services.cli.flags import CannotRun
 from shared.telemetry.definitions import Slo
 
@@ -185,7 +184,7 @@ def test_a_void_run_is_told_with_what_to_do() -> None:
 class Scripted(Measurement):
     """A measurement whose runs are void by a script; those that count attain up to 4/s."""
 
-    async def _run(self, endpoints: Any, fit: Any, load: Load, progress: Any) -> Run:
+    async def _run(self, load: Load) -> Run:
         is_void = bool(self.voids) and self.voids.pop(0)
         assert load.rate is not None
         run = a_run(a_record(0, ttft_s=0.1 if load.rate <= 4 else 0.9))
@@ -208,7 +207,7 @@ async def test_a_search_repeats_what_is_void_and_then_gives_up(
     """A hiccup of the machine costs a run, not the answer; what cannot be sent is not judged."""
     found = Scripted(["http://a"], fixed(10, 4), BenchFlags(goodput=True))
     found.voids = list(voids)
-    await found._find_goodput([], Fit(), 2.0, Console())
+    await found._find_goodput(2.0)
     assert [run.rate for run in found.runs] == rates
     found.descriptions = [Description(url="http://a", api="chat", model="m")]
     report = build_report(found)
