@@ -109,14 +109,12 @@ class DoneWork:
 
     busy_s: float = 0.0
     num_steps: int = 0
-    num_rows: int = 0
     most_held: int = 0
 
-    def note(self, seconds: float, num_rows: int, num_held: int, num_steps: int = 1) -> None:
-        """Take in equal steps: seconds of all of them, rows of each, blocks in the last of them
-        (0 = noted already)."""
+    def note(self, seconds: float, num_held: int, num_steps: int = 1) -> None:
+        """Take in equal steps: seconds of all of them, blocks in the last of them (0 = noted
+        already)."""
         self.busy_s += seconds
         self.num_steps += num_steps
-        self.num_rows += num_steps * num_rows
         if num_held > self.most_held:
             self.most_held = num_held

@@ -87,7 +87,6 @@ class CoreWorker:
         self.is_alive = True
         self.engine = engine
         self.size = size
-        self.layout = layout
         self.pool = BlockPool(
             size.num_blocks, size.block_size, model_key=spec.fingerprint + layout.digest
         )
@@ -297,7 +296,7 @@ class CoreWorker:
         pushes = self.ends.announce(plan)
         seconds = self.engine.step_seconds(plan.rows)
         self._stepping = plan, self.clock.now
-        self.work.note(seconds, len(plan.rows), self.pool.num_held)
+        self.work.note(seconds, self.pool.num_held)
         if pushes and self.engine.spreads_layers:
             for layer in range(1, self._num_layers):
                 at_s = seconds * layer / self._num_layers
@@ -381,7 +380,7 @@ class CoreWorker:
             self._take_steps(run, num_done)
         self.scheduler.begin_step(run.num_rows)
         run.has_blocks = True
-        self.work.note(0.0, 0, self.pool.num_held, 0)
+        self.work.note(0.0, self.pool.num_held, 0)
         at = run.ends[0]
         if len(run.ends) > 1:
             del run.ends[1:]
@@ -397,7 +396,7 @@ class CoreWorker:
         self._tell_runs()
         plan = self.scheduler.plan()
         self._stepping = plan, run.began_at
-        self.work.note(run.ends[0] - run.began_at, len(plan.rows), 0)
+        self.work.note(run.ends[0] - run.began_at, 0)
         self.clock.at(run.ends[0], lambda: self._finish(plan, []))
 
     def tell_all(self) -> None:
@@ -411,7 +410,7 @@ class CoreWorker:
             held = self.pool.num_held + num_blocks_for(num_steps, self.scheduler.running, self.pool)
         ended = self.scheduler.advance([[1] * num_steps] * run.num_rows)
         self._run_ends.extend(times)
-        self.work.note(times[-1] - run.began_at, run.num_rows, held, num_steps)
+        self.work.note(times[-1] - run.began_at, held, num_steps)
         run.began_at = times[-1]
         del run.ends[:num_steps]
         jobs = [self._jobs_of[sequence] for sequence in ended]
