@@ -274,11 +274,7 @@ def rejections(requests: Sequence[PrefixRequest]) -> dict[str, OverloadOutcome]:
                 MOONCAKE_NODES, MOONCAKE_BLOCKS, times, "global", random.Random(0).randrange
             ),
             times,
-            rejection=rule,
-            num_decode=2,
-            ttft_limit_s=30.0,
-            tbt_limit_s=0.05,
-            decode_s=12.0,
+            rule,
         )
         for rule in REJECTIONS
     }

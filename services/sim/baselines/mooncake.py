@@ -25,6 +25,10 @@ CHOICES: Final[tuple[Choice, ...]] = ("random", "balance", "local", "global")
 REJECTIONS: Final[tuple[Rejection, ...]] = ("stages", "early", "predicted")
 BLOCK_TOKENS: Final = 512
 
+NUM_DECODE: Final = 2
+"""Nodes for answers of the cluster that is overloaded."""
+TTFT_LIMIT_S, TBT_LIMIT_S, ANSWER_S = 30.0, 0.05, 12.0
+
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=10_000_000)]
 
@@ -155,17 +159,12 @@ def overload(
     requests: Sequence[PrefixRequest],
     pool: PrefillPool,
     times: ClusterTimes,
-    *,
     rejection: Rejection,
-    num_decode: int,
-    ttft_limit_s: float,
-    tbt_limit_s: float,
-    decode_s: float,
 ) -> OverloadOutcome:
     """Replay a trace with more load than the cluster serves.
 
     stages: each side checks when its stage starts. early: both loads at arrival. predicted: the
-    load of decode as it will be when prefill ends, if every answer takes ``decode_s``.
+    load of decode as it will be when prefill ends, if every answer takes ``ANSWER_S``.
     """
     ends: list[float] = []  # of answers under way
     prefilling: list[tuple[float, int, float, int]] = []  # end, order, prefill seconds, answer
@@ -173,7 +172,7 @@ def overload(
     wasted_s = 0.0
 
     def load(num_answers: float) -> float:
-        return times.step_s(-int(-num_answers // num_decode)) / tbt_limit_s
+        return times.step_s(-int(-num_answers // NUM_DECODE)) / TBT_LIMIT_S
 
     def settle(now: float) -> None:
         nonlocal rejected, wasted_s
@@ -185,7 +184,7 @@ def overload(
                 rejected += 1
                 wasted_s += prefill_s
                 continue
-            each = -int(-(len(ends) + 1) // num_decode)
+            each = -int(-(len(ends) + 1) // NUM_DECODE)
             heapq.heappush(ends, at + output_len * times.step_s(each))
         while ends and ends[0] <= now:
             heapq.heappop(ends)
@@ -193,13 +192,13 @@ def overload(
     for order, request in enumerate(requests):
         settle(request.at)
         expected = pool.expect(request)
-        is_late = expected[0] > ttft_limit_s
+        is_late = expected[0] > TTFT_LIMIT_S
         if rejection == "early":
             is_late = is_late or load(len(ends) + 1) > 1
         elif rejection == "predicted":
             then = request.at + expected[0]
             will_run = sum(end > then for end in ends)
-            will_run += sum(then - decode_s < at <= then for at, *_ in prefilling)
+            will_run += sum(then - ANSWER_S < at <= then for at, *_ in prefilling)
             is_late = is_late or load(will_run + 1) > 1
         if is_late:
             rejected += 1
