@@ -7,9 +7,8 @@ from pathlib import Path
 from statistics import fmean, median
 
 from services.planner.core.paper_table import PaperRow, PaperTable
-from services.planner.mooncake_trace import read_mooncake
-from services.planner.rows import first_of
-from services.planner.splitwise_data import machine_times, read_azure_lengths, read_runs, runs_of
+from services.planner.mooncake_trace import read_public
+from services.planner.splitwise_data import machine_times, read_azure, read_perf_model, runs_of
 from services.sim.baselines.splitwise_times import MeasuredRun
 
 
@@ -26,7 +25,7 @@ def data_tables(folder: Path) -> list[PaperTable]:
     """
     rows: list[PaperRow] = []
     for name, theirs in (("code", ("1500", "13")), ("conv", ("1020", "129"))):
-        lengths = read_azure_lengths(first_of(folder, f"AzureLLMInferenceTrace_{name}_2023.csv"))
+        lengths = read_azure(folder, name)
         for idx, side in enumerate(("prompt", "answer")):
             rows.append(
                 PaperRow(
@@ -39,11 +38,10 @@ def data_tables(folder: Path) -> list[PaperTable]:
                 )
             )
     for name in ("conversation", "synthetic"):
-        path = first_of(folder, f"mooncake_fast25_{name}_trace.jsonl", f"{name}_trace.jsonl")
-        ratio = fmean(line.prompt_len / line.output_len for line in read_mooncake(path))
+        ratio = fmean(line.prompt_len / line.output_len for line in read_public(folder, name))
         why = "theirs is of another trace, 7590/182 = 41.7 by means: a mean of ratios, as ours"
         rows.append(PaperRow(f"Mooncake {name}, mean of input/output", "720", ratio, 0, why=why))
-    runs = read_runs(first_of(folder, "splitwise_sim_perf_model.csv", "perf_model.csv"))
+    runs = read_perf_model(folder)
     speeds = [
         PaperRow(
             f"{model}, {hardware}, prefill at {tokens} tokens",

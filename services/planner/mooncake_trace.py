@@ -6,8 +6,14 @@ from pathlib import Path
 
 import msgspec
 
-from services.planner.rows import DataError, read_text
+from services.planner.rows import DataError, first_of, read_text
 from services.sim.baselines.mooncake import PrefixRequest
+
+
+def read_public(folder: Path, name: str) -> list[PrefixRequest]:
+    """Return a public FAST'25 trace: conversation or synthetic. Raises DataError."""
+    names = f"mooncake_fast25_{name}_trace.jsonl", f"{name}_trace.jsonl"
+    return read_mooncake(first_of(folder, *names))
 
 
 def read_mooncake(path: Path) -> list[PrefixRequest]:

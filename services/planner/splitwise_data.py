@@ -6,9 +6,19 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from services.planner.rows import DataError, count, number, read_rows
+from services.planner.rows import DataError, count, first_of, number, read_rows
 from services.sim.baselines.splitwise_machine import SplitwiseRequest
 from services.sim.baselines.splitwise_times import MachineTimes, MeasuredRun
+
+
+def read_perf_model(folder: Path) -> list[MeasuredRun]:
+    """Return the measured runs that Splitwise publishes. Raises DataError."""
+    return read_runs(first_of(folder, "splitwise_sim_perf_model.csv", "perf_model.csv"))
+
+
+def read_azure(folder: Path, workload: str) -> list[tuple[int, int]]:
+    """Return the lengths of Azure's trace of 2023: code or conv. Raises DataError."""
+    return read_azure_lengths(first_of(folder, f"AzureLLMInferenceTrace_{workload}_2023.csv"))
 
 
 def read_runs(path: Path) -> list[MeasuredRun]:

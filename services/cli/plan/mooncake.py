@@ -20,9 +20,8 @@ from services.planner.core.mooncake import (
     mooncake_tables,
 )
 from services.planner.core.paper_table import PaperRow, PaperTable
-from services.planner.mooncake_trace import read_mooncake
+from services.planner.mooncake_trace import read_mooncake, read_public
 from services.planner.paper_runs import mooncake_scheduling_tables
-from services.planner.rows import first_of
 from services.sim.baselines.mooncake import BLOCK_TOKENS
 from shared.errors import InvalidRequest
 
@@ -62,7 +61,7 @@ def mooncake(
             raise InvalidRequest("--policy and --blocks need --replay TRACE.jsonl: what is hit?")
         tables = mooncake_tables()
         if data is not None:
-            conversation = read_mooncake(_trace_path(data, "conversation"))
+            conversation = read_public(data, "conversation")
             tables += [*mooncake_scheduling_tables(conversation), _hit_rates(data)]
         show_tables(tables, as_json=as_json)
         return
@@ -89,14 +88,10 @@ def mooncake(
     )
 
 
-def _trace_path(folder: Path, name: str) -> Path:
-    return first_of(folder, f"mooncake_fast25_{name}_trace.jsonl", f"{name}_trace.jsonl")
-
-
 def _hit_rates(folder: Path) -> PaperTable:
     rows: list[PaperRow] = []
     for name, expected in FAST25_HIT_RATES.items():
-        lines = read_mooncake(_trace_path(folder, name))
+        lines = read_public(folder, name)
         for policy in POLICIES:
             with progress(f"{name}, {policy}", len(lines)) as on_progress:
                 for idx, capacity in enumerate(FAST25_CAPACITIES):

@@ -19,12 +19,11 @@ from services.planner.core.provisioning import (
     iso_power,
     provision,
 )
-from services.planner.rows import first_of
 from services.planner.splitwise_data import (
     drawn,
     machine_times,
-    read_azure_lengths,
-    read_runs,
+    read_azure,
+    read_perf_model,
 )
 from services.sim.baselines.splitwise import (
     BLOOM_176B,
@@ -101,8 +100,7 @@ def splitwise(
     if data is None:
         show_tables(tables, as_json=as_json)
         return EXIT_OK
-    runs = read_runs(first_of(data, "splitwise_sim_perf_model.csv", "perf_model.csv"))
-    lengths = read_azure_lengths(first_of(data, f"AzureLLMInferenceTrace_{workload}_2023.csv"))
+    runs, lengths = read_perf_model(data), read_azure(data, workload)
     tables.append(_errors(runs))
     if not as_json:
         show_tables(tables)

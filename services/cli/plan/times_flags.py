@@ -17,8 +17,7 @@ from services.planner.core.roofline import DEVICES, DeviceSheet, RooflineTimes
 from services.planner.distserve_data import DistServeData
 from services.planner.mesh_run import UnitModel
 from services.planner.model_kv import kv_shape
-from services.planner.rows import first_of
-from services.planner.splitwise_data import machine_times, read_runs
+from services.planner.splitwise_data import machine_times, read_perf_model
 from services.sim.baselines.distserve_times import Degree
 from services.sim.baselines.splitwise_times import MachineTimes
 from services.sim.times import DistServeTimes
@@ -151,8 +150,8 @@ class TimesFlags:
     @cached_property
     def _splitwise(self) -> MachineTimes:
         assert self.data is not None
-        path = first_of(self.data, "perf_model.csv", "splitwise_sim_perf_model.csv")
-        return machine_times(read_runs(path), self._splitwise_model, self.device or "a100-80gb")
+        runs = read_perf_model(self.data)
+        return machine_times(runs, self._splitwise_model, self.device or "a100-80gb")
 
     @cached_property
     def _units(self) -> dict[Unit, UnitModel]:

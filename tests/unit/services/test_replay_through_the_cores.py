@@ -30,8 +30,7 @@ from services.gateway.core.prefix_index import PrefixIndex, column_of
 from services.gateway.core.prefixes import Indexed
 from services.planner.core.cache_replay import POLICIES, Policy, replay
 from services.planner.core.mooncake import FAST25_CAPACITIES, FAST25_HIT_RATES
-from services.planner.mooncake_trace import read_mooncake
-from services.planner.rows import first_of
+from services.planner.mooncake_trace import read_public
 from services.sim.baselines.mooncake import BLOCK_TOKENS
 from shared.kv.journal import Journal, Tier, key_of
 from shared.kv.pool import BlockPool
@@ -163,8 +162,7 @@ def drawn(num: int, seed: int) -> list[tuple[int, ...]]:
 
 def trace(name: str) -> list[tuple[int, ...]]:
     """The blocks of each request of a public trace."""
-    path = first_of(Path(TRACES or "."), f"mooncake_fast25_{name}_trace.jsonl")
-    return [line.blocks for line in read_mooncake(path)]
+    return [line.blocks for line in read_public(Path(TRACES or "."), name)]
 
 
 def require_the_replay(
