@@ -8,9 +8,9 @@ when it is idle. If nothing is left, both tasks run on the machine with the shor
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final
 
 from services.sim.baselines.splitwise_machine import SplitwiseMachine, SplitwiseRequest
 from services.sim.baselines.splitwise_times import MachineTimes
@@ -37,7 +37,8 @@ BLOOM_176B: Final = HostedModel(329e9, 2 * 70 * 14336 * 2)
 
 SERVER_MEMORY: Final = 640e9
 
-_Event = Literal["arrive", "iterate", "moved"]
+_Event = Callable[[float, Any], None]
+"""What happens then, and to whom."""
 
 
 class SplitwiseSim:
@@ -48,35 +49,20 @@ class SplitwiseSim:
     ) -> None:
         self.machines = machines
         self._bandwidth = bandwidth
-        self._heap: list[
-            tuple[float, int, _Event, SplitwiseMachine | None, SplitwiseRequest | None]
-        ] = []
+        self._heap: list[tuple[float, int, _Event, SplitwiseMachine | SplitwiseRequest]] = []
         self._order = 0
         self._pair: dict[int, tuple[SplitwiseMachine, SplitwiseMachine]] = {}
 
     def run(self, requests: Iterable[SplitwiseRequest]) -> None:
         """Serve requests, in order of arrival; what each felt is written into it."""
         for request in requests:
-            self._push(request.at, "arrive", None, request)
+            self._push(request.at, self._route, request)
         while self._heap:
-            now, _, what, machine, request = heapq.heappop(self._heap)
-            if what == "arrive":
-                assert request is not None
-                self._route(now, request)
-            elif what == "moved":
-                assert request is not None
-                self._moved(now, request)
-            elif machine is not None:
-                self._iterated(now, machine)
+            now, _, happen, whom = heapq.heappop(self._heap)
+            happen(now, whom)
 
-    def _push(
-        self,
-        at: float,
-        what: _Event,
-        machine: SplitwiseMachine | None,
-        request: SplitwiseRequest | None,
-    ) -> None:
-        heapq.heappush(self._heap, (at, self._order, what, machine, request))
+    def _push(self, at: float, happen: _Event, whom: SplitwiseMachine | SplitwiseRequest) -> None:
+        heapq.heappush(self._heap, (at, self._order, happen, whom))
         self._order += 1
 
     # Routing.
@@ -137,7 +123,7 @@ class SplitwiseSim:
         machine.busy = prompts, decodes
         num_tokens = sum(one.prompt_len for one in prompts)
         took = machine.times.iteration_s(num_tokens, len(decodes))
-        self._push(now + took, "iterate", machine, None)
+        self._push(now + took, self._iterated, machine)
 
     def _iterated(self, now: float, machine: SplitwiseMachine) -> None:
         assert machine.busy is not None
@@ -163,7 +149,7 @@ class SplitwiseSim:
             else:
                 size = machine.kv(one.prompt_len + 1)
                 token.used += size
-                self._push(now + size / self._bandwidth, "moved", token, one)
+                self._push(now + size / self._bandwidth, self._moved, one)
         self._start(now, machine)
 
     def _moved(self, now: float, request: SplitwiseRequest) -> None:
