@@ -123,6 +123,10 @@ class _Stage:
         return batch
 
 
+_Event = Callable[[_Stage, _Batch], None]
+"""What happens to a stage, with the batch that it had."""
+
+
 class DistServeSim:
     """One system under its own clock, in milliseconds."""
 
@@ -139,8 +143,7 @@ class DistServeSim:
         self.now = 0.0
         self.num_events = self.num_steps = 0
         self._fidelity = fidelity
-        self._heap: list[tuple[float, int, _Stage, Literal["wake", "prefill", "decode"], _Batch]]
-        self._heap = []
+        self._heap: list[tuple[float, int, _Stage, _Event, _Batch]] = []
         self._order = 0
         self._arrivals: list[_Job] = []
         self._next_arrival = 0
@@ -168,9 +171,10 @@ class DistServeSim:
                 if self._next_arrival % 256 == 0:
                     on_progress(self._next_arrival)
             elif self._heap:
-                self.now, _, stage, what, batch = heapq.heappop(self._heap)
+                self.now, _, stage, happen, batch = heapq.heappop(self._heap)
                 self.num_events += 1
-                self._happen(stage, what, batch)
+                happen(stage, batch)
+                self._go_on(stage)
             else:
                 return [_latency(job) for job in jobs]
 
@@ -185,14 +189,10 @@ class DistServeSim:
         self._decode_head.queue_decode(job)
         self._wake(self._decode_head)
 
-    def _happen(self, stage: _Stage, what: str, batch: _Batch) -> None:
-        match what:
-            case "prefill":
-                self._prefilled(stage, batch)
-            case "decode":
-                self._decoded(stage, batch)
-            case _:
-                stage.is_woken = False
+    def _woken(self, stage: _Stage, batch: _Batch) -> None:
+        stage.is_woken = False
+
+    def _go_on(self, stage: _Stage) -> None:
         stage.is_idle = not stage.has_work
         if stage.is_idle:
             return
@@ -234,12 +234,10 @@ class DistServeSim:
     def _wake(self, stage: _Stage) -> None:
         if stage.is_idle and not stage.is_woken:
             stage.is_woken = True
-            self._push(self.now, stage, "wake", ())
+            self._push(self.now, stage, self._woken, ())
 
-    def _push(
-        self, at: float, stage: _Stage, what: Literal["wake", "prefill", "decode"], batch: _Batch
-    ) -> None:
-        heapq.heappush(self._heap, (at, self._order, stage, what, batch))
+    def _push(self, at: float, stage: _Stage, happen: _Event, batch: _Batch) -> None:
+        heapq.heappush(self._heap, (at, self._order, stage, happen, batch))
         self._order += 1
 
     def _begin_prefill(self, stage: _Stage) -> None:
@@ -253,7 +251,7 @@ class DistServeSim:
         if stage.is_first:
             took += first_stage_ms(num_tokens)
         self.num_steps += 1
-        self._push(self.now + took, stage, "prefill", batch)
+        self._push(self.now + took, stage, self._prefilled, batch)
 
     def _begin_decode(self, stage: _Stage) -> None:
         batch = stage.take_decodes()
@@ -266,7 +264,7 @@ class DistServeSim:
                 job.context += num_rounds
                 job.left -= num_rounds
         self.num_steps += 1
-        self._push(start + _decode_ms(stage, len(batch), num_tokens), stage, "decode", batch)
+        self._push(start + _decode_ms(stage, len(batch), num_tokens), stage, self._decoded, batch)
 
     def _is_alone(self, head: _Stage) -> bool:
         """Whether the batch that this stage has just taken is all that its ring holds."""
