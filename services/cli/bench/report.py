@@ -121,7 +121,7 @@ def write_report(
     reports, drawn into the same picture."""
     slo = Slo(**report["slo"])
     runs = [run for run in runs if run.records]
-    text = orjson.dumps(report, option=orjson.OPT_INDENT_2)
+    text = orjson.dumps(report, default=str, option=orjson.OPT_INDENT_2)
     (folder / "report.json").write_bytes(text + b"\n")
     rows = [_row(number, run, one, slo) for number, run in enumerate(runs) for one in run.records]
     with (folder / "requests.csv").open("w", newline="", encoding="utf-8") as file:

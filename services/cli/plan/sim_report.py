@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from services.cli.bench.records import Ending, Record, Run
 from services.cli.bench.report import (
@@ -115,7 +115,7 @@ def report_files(
     report = report_of(
         measured,
         flags.slo,
-        flags=plain(asdict(flags)),
+        flags=asdict(flags),
         endpoints=[
             {
                 "url": f"simulated {run.shape}",
@@ -128,14 +128,6 @@ def report_files(
         ],
     )
     write_report({**report, "plan": plan}, measured, folder, beside)
-
-
-def plain(value: Any) -> Any:
-    """Return flags with paths as text."""
-    if isinstance(value, Mapping):
-        found = cast("Mapping[str, Any]", value)
-        return {name: plain(one) for name, one in found.items()}
-    return str(value) if isinstance(value, Path) else value
 
 
 def draw_lines(

@@ -17,7 +17,7 @@ from services.cli.bench.view import time_text
 from services.cli.bench.workload import Ask
 from services.cli.client import LOCAL_GATEWAY, RunningGateway
 from services.cli.plan.seen import SeenTraffic, ask_gateway, read_seen, seen_by_gateway
-from services.cli.plan.sim_report import begin_report, plain, seen_run, simulated_run
+from services.cli.plan.sim_report import begin_report, seen_run, simulated_run
 from services.cli.plan.times_flags import TimesFlags, read_slo
 from services.cli.plan.view import progress, require_ranges, require_writable
 from services.cli.sources import JsonFlag
@@ -421,7 +421,7 @@ def _write(found: Verified, facts: dict[str, Any], flags: VerifyFlags, folder: P
     report = report_of(
         runs,
         found.setting.slo,
-        flags=plain(asdict(flags)),
+        flags=asdict(flags),
         endpoints=[
             {"url": name, "model": seen.model, "api": api, "prompts": "", "counts": "in all"}
             for name, api in ((seen.source, "receipts"), (label, "simulated"))
