@@ -98,16 +98,8 @@ def read_link(text: str) -> float:
     return float(match[1]) * factor / (8 if match[3] == "b" else 1)
 
 
-def _published(
-    name: str,
-    billions: float,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    hidden: int = 0,
-) -> KvShape:
-    return KvShape(
+PUBLISHED: Final = {
+    name: KvShape(
         name=name,
         num_layers=layers,
         num_heads=heads,
@@ -116,27 +108,24 @@ def _published(
         hidden=hidden or heads * head_dim,
         num_weights=billions * 1e9,
     )
-
-
-PUBLISHED: Final = {
-    shape.name: shape
-    for shape in (
-        _published("llama-7b", 6.74, 32, 32, 32, 128),
-        _published("llama-13b", 13.02, 40, 40, 40, 128),
-        _published("llama-30b", 32.53, 60, 52, 52, 128),
-        _published("llama-65b", 65.29, 80, 64, 64, 128),
-        _published("llama-2-70b", 68.98, 80, 64, 8, 128),
-        _published("llama-3-8b", 8.03, 32, 32, 8, 128),
-        _published("llama-3-70b", 70.55, 80, 64, 8, 128),
-        _published("llama-3-405b", 405.9, 126, 128, 8, 128),
-        _published("opt-13b", 12.85, 40, 40, 40, 128),
-        _published("opt-66b", 65.72, 64, 72, 72, 128),
-        _published("opt-175b", 174.6, 96, 96, 96, 128),
-        _published("bloom-176b", 176.2, 70, 112, 112, 128),
-        _published("mistral-7b", 7.24, 32, 32, 8, 128),
-        _published("qwen3-0.6b", 0.596, 28, 16, 8, 128, 1024),
-        _published("palm-540b", 540.35, 118, 48, 1, 256, 18432),
+    for name, billions, layers, heads, kv_heads, head_dim, hidden in (
+        ("llama-7b", 6.74, 32, 32, 32, 128, 0),
+        ("llama-13b", 13.02, 40, 40, 40, 128, 0),
+        ("llama-30b", 32.53, 60, 52, 52, 128, 0),
+        ("llama-65b", 65.29, 80, 64, 64, 128, 0),
+        ("llama-2-70b", 68.98, 80, 64, 8, 128, 0),
+        ("llama-3-8b", 8.03, 32, 32, 8, 128, 0),
+        ("llama-3-70b", 70.55, 80, 64, 8, 128, 0),
+        ("llama-3-405b", 405.9, 126, 128, 8, 128, 0),
+        ("opt-13b", 12.85, 40, 40, 40, 128, 0),
+        ("opt-66b", 65.72, 64, 72, 72, 128, 0),
+        ("opt-175b", 174.6, 96, 96, 96, 128, 0),
+        ("bloom-176b", 176.2, 70, 112, 112, 128, 0),
+        ("mistral-7b", 7.24, 32, 32, 8, 128, 0),
+        ("qwen3-0.6b", 0.596, 28, 16, 8, 128, 1024),
+        ("palm-540b", 540.35, 118, 48, 1, 256, 18432),
     )
 }
 """Shapes as their config.json files have them, 2 bytes an element, for models without a folder.
-Billions of weights, then layers, heads of queries and of KV, elements of a head."""
+Billions of weights, then layers, heads of queries and of KV, elements of a head, and of the model's
+width if that is not the heads' together."""

@@ -34,32 +34,26 @@ class DeviceSheet:
     sheet: str
 
 
-def _nvidia(
-    name: str, tera: float, gb: float, gb_s: float, link_gb_s: float, watts: float, sheet: str
-) -> DeviceSheet:
-    return DeviceSheet(
+DEVICES: Final = {
+    name: DeviceSheet(
         name=name,
         flops=tera * 1e12,
         memory=gb * 1e9,
         bandwidth=gb_s * 1e9,
         link=link_gb_s * 1e9,
         watts=watts,
-        sheet=f"NVIDIA {sheet}",
+        sheet=f"NVIDIA {sheet} data sheet",
     )
-
-
-DEVICES: Final = {
-    sheet.name: sheet
-    for sheet in (
-        _nvidia("a100", 312, 80, 2039, 300, 400, "A100 80GB SXM data sheet"),
-        _nvidia("a800", 312, 80, 2039, 200, 400, "A800 80GB SXM data sheet"),
-        _nvidia("h100", 989, 80, 3350, 450, 700, "H100 SXM data sheet"),
-        _nvidia("h800", 989, 80, 3350, 200, 700, "H800 SXM data sheet"),
-        _nvidia("h200", 989, 141, 4800, 450, 700, "H200 SXM data sheet"),
-        _nvidia("h20", 148, 96, 4000, 450, 400, "H20 data sheet"),
-        _nvidia("b200", 2250, 180, 7700, 900, 1000, "HGX B200 data sheet"),
-        _nvidia("l40s", 362, 48, 864, 32, 350, "L40S data sheet"),
-        _nvidia("l4", 121, 24, 300, 32, 72, "L4 data sheet"),
+    for name, tera, gb, gb_s, link_gb_s, watts, sheet in (
+        ("a100", 312, 80, 2039, 300, 400, "A100 80GB SXM"),
+        ("a800", 312, 80, 2039, 200, 400, "A800 80GB SXM"),
+        ("h100", 989, 80, 3350, 450, 700, "H100 SXM"),
+        ("h800", 989, 80, 3350, 200, 700, "H800 SXM"),
+        ("h200", 989, 141, 4800, 450, 700, "H200 SXM"),
+        ("h20", 148, 96, 4000, 450, 400, "H20"),
+        ("b200", 2250, 180, 7700, 900, 1000, "HGX B200"),
+        ("l40s", 362, 48, 864, 32, 350, "L40S"),
+        ("l4", 121, 24, 300, 32, 72, "L4"),
     )
 }
 """By name. Operations without sparsity; links are NVLink's one direction, of L40S and L4 PCIe's."""
