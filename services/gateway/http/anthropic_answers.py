@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 
 from services.gateway.front.answers import TokenCounts
 from services.gateway.http.bodies import ErrorDetail, Receipt
-from services.gateway.http.item_answers import Item, ItemFormat, NamedEvent, encode
+from services.gateway.http.item_answers import Event, Item, ItemFormat, encode
 from shared.errors import MeshError, TooLarge
 from shared.request import FinishReason
 from shared.rpc.status import openai_error_body
@@ -28,7 +28,7 @@ class AnthropicFault(ErrorDetail):
     details: dict[str, Any] | UnsetType = UNSET
 
 
-class AnthropicError(NamedEvent, kw_only=True):
+class AnthropicError(msgspec.Struct, kw_only=True):
     """The shape of this route's errors; in a stream that has begun, its last event."""
 
     type: str = "error"
@@ -116,40 +116,6 @@ class InputTokens(msgspec.Struct):
     input_tokens: int
 
 
-# --- events ---------------------------------------------------------------------------------------
-
-
-class MessageStart(NamedEvent, kw_only=True):
-    """The first event."""
-
-    type: str = "message_start"
-    message: MessageBody
-
-
-class BlockEvent(NamedEvent, kw_only=True):
-    """content_block_start, delta and stop."""
-
-    index: int
-    content_block: AnswerBlock | UnsetType = UNSET
-    delta: dict[str, str] | UnsetType = UNSET
-
-
-class MessageEnd(msgspec.Struct):
-    """Why the answer ends."""
-
-    stop_reason: StopName
-    stop_sequence: str | None
-
-
-class MessageDelta(NamedEvent, kw_only=True):
-    """The last event but one."""
-
-    type: str = "message_delta"
-    delta: MessageEnd
-    usage: AnthropicUsage
-    receipt: Receipt | UnsetType = UNSET
-
-
 _DELTAS = {
     "text": ("text_delta", "text"),
     "thought": ("thinking_delta", "thinking"),
@@ -162,39 +128,38 @@ class MessagesFormat(ItemFormat):
 
     continuous_usage = True  # the first event tells of the prompt
 
-    def opening(self, usage: TokenCounts | None) -> Iterator[NamedEvent]:
+    def opening(self, usage: TokenCounts | None) -> Iterator[Event]:
         assert usage is not None
-        yield MessageStart(message=self._message([], usage))
+        yield {"type": "message_start", "message": self._message([], usage)}
 
-    def began(self, item: Item) -> Iterator[NamedEvent]:
+    def began(self, item: Item) -> Iterator[Event]:
         block = _block(item, {})
-        yield BlockEvent(type="content_block_start", index=item.index, content_block=block)
+        yield {"type": "content_block_start", "index": item.index, "content_block": block}
 
-    def grew(self, item: Item, text: str) -> NamedEvent:
+    def grew(self, item: Item, text: str) -> Event:
         kind, name = _DELTAS[item.kind]
         delta = {"type": kind, name: text}
-        return BlockEvent(type="content_block_delta", index=item.index, delta=delta)
+        return {"type": "content_block_delta", "index": item.index, "delta": delta}
 
-    def ended(self, item: Item, *, is_cut: bool) -> Iterator[NamedEvent]:
-        yield BlockEvent(type="content_block_stop", index=item.index)
+    def ended(self, item: Item, *, is_cut: bool) -> Iterator[Event]:
+        yield {"type": "content_block_stop", "index": item.index}
 
-    def ending(
-        self, usage: TokenCounts, receipts: Sequence[dict[str, Any]]
-    ) -> Iterator[NamedEvent]:
+    def ending(self, usage: TokenCounts, receipts: Sequence[dict[str, Any]]) -> Iterator[Event]:
         counts = AnthropicUsage.of(usage, self.num_thought_tokens)
-        receipt = receipts[0] if receipts else UNSET
-        yield MessageDelta(delta=self._end(), usage=counts, receipt=receipt)
-        yield NamedEvent(type="message_stop")
+        reason, sequence = self._end()
+        end = {"stop_reason": reason, "stop_sequence": sequence}
+        receipt = {"receipt": receipts[0]} if receipts else {}
+        yield {"type": "message_delta", "delta": end, "usage": counts, **receipt}
+        yield {"type": "message_stop"}
 
-    def breaking(self, error: MeshError) -> NamedEvent:
-        return AnthropicError.of(error)
+    def breaking(self, error: MeshError) -> Event:
+        return {"type": "error", "error": AnthropicError.of(error).error}
 
     def whole(self, usage: TokenCounts, receipts: Sequence[dict[str, Any]]) -> bytes:
         called = [(item, _arguments_of(item)) for item in self.items]
         blocks = [_block(item, given) for item, given in called if given is not None]
         message = self._message(blocks, usage)
-        end = self._end()
-        message.stop_reason, message.stop_sequence = end.stop_reason, end.stop_sequence
+        message.stop_reason, message.stop_sequence = self._end()
         if receipts:
             message.receipt = receipts[0]
         return encode(message)
@@ -203,14 +168,15 @@ class MessagesFormat(ItemFormat):
         counts = AnthropicUsage.of(usage, self.num_thought_tokens)
         return MessageBody(id=self._head.id, model=self._head.model, content=blocks, usage=counts)
 
-    def _end(self) -> MessageEnd:
+    def _end(self) -> tuple[StopName, str | None]:
+        """Why the answer ends, and the stop string that did it."""
         if self.finish_reason is FinishReason.LENGTH:
-            return MessageEnd("max_tokens", None)
+            return "max_tokens", None
         if self.num_calls and not self.is_within_call:
-            return MessageEnd("tool_use", None)
+            return "tool_use", None
         if isinstance(self.stop_reason, str):
-            return MessageEnd("stop_sequence", self.stop_reason)
-        return MessageEnd("end_turn", None)
+            return "stop_sequence", self.stop_reason
+        return "end_turn", None
 
 
 def _block(item: Item, called: dict[str, Any]) -> AnswerBlock:

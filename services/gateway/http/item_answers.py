@@ -24,6 +24,10 @@ from shared.request import FinishReason
 encode = msgspec.json.Encoder().encode
 
 
+Event = dict[str, Any]
+"""What one event of a stream says; of all that it has, ``/openapi.json`` tells of a few fields."""
+
+
 class NamedEvent(msgspec.Struct, kw_only=True):
     """One event of a stream."""
 
@@ -70,7 +74,7 @@ class ItemFormat:
 
     def chunks(self, delta: TextDelta, usage: TokenCounts | None) -> bytes:
         """Return the events of a delta, b'' if it shows nothing yet."""
-        events: list[NamedEvent] = []
+        events: list[Event] = []
         if not self._has_begun:
             self._has_begun = True
             events += self.opening(usage)
@@ -99,30 +103,28 @@ class ItemFormat:
 
     # --- where the two differ -------------------------------------------------------------------
 
-    def opening(self, usage: TokenCounts | None) -> Iterable[NamedEvent]:
+    def opening(self, usage: TokenCounts | None) -> Iterable[Event]:
         """The first events of a stream."""
         raise NotImplementedError
 
-    def began(self, item: Item) -> Iterable[NamedEvent]:
+    def began(self, item: Item) -> Iterable[Event]:
         """Events that tell of a new item."""
         raise NotImplementedError
 
-    def grew(self, item: Item, text: str) -> NamedEvent:
+    def grew(self, item: Item, text: str) -> Event:
         """The event that tells of an item's next part."""
         raise NotImplementedError
 
-    def ended(self, item: Item, *, is_cut: bool) -> Iterable[NamedEvent]:
+    def ended(self, item: Item, *, is_cut: bool) -> Iterable[Event]:
         """Events that tell of an item's end. is_cut: for want of tokens, or by a
         stop string within a call."""
         raise NotImplementedError
 
-    def ending(
-        self, usage: TokenCounts, receipts: Sequence[dict[str, Any]]
-    ) -> Iterable[NamedEvent]:
+    def ending(self, usage: TokenCounts, receipts: Sequence[dict[str, Any]]) -> Iterable[Event]:
         """The last events of a stream, after all items."""
         raise NotImplementedError
 
-    def breaking(self, error: MeshError) -> NamedEvent:
+    def breaking(self, error: MeshError) -> Event:
         """The last event of a stream that broke."""
         raise NotImplementedError
 
@@ -147,11 +149,11 @@ class ItemFormat:
         """Tokens of the thinking, with its last mark."""
         return self._thought.num if any(item.kind == "thought" for item in self.items) else 0
 
-    def _taken(self, delta: TextDelta) -> list[NamedEvent]:
+    def _taken(self, delta: TextDelta) -> list[Event]:
         """Take a delta and return what it changes."""
         if self._thinks:
             self._thought.take(delta.token_ids)
-        events: list[NamedEvent] = []
+        events: list[Event] = []
         for said in self._parser.feed(delta.text):
             events += self._said(said)
         if delta.finish_reason:
@@ -164,7 +166,7 @@ class ItemFormat:
             events += self._closed(is_cut=is_cut)
         return events
 
-    def _said(self, said: Said) -> Iterator[NamedEvent]:
+    def _said(self, said: Said) -> Iterator[Event]:
         if said.call >= 0:
             self._blank = ""  # between calls, or before them: it says nothing
             yield from self._grown("call", said)
@@ -181,7 +183,7 @@ class ItemFormat:
     def _is_open(self, kind: str, call: int) -> bool:
         return bool(self.items) and (self.items[-1].kind, self.items[-1].call) == (kind, call)
 
-    def _grown(self, kind: Literal["text", "thought", "call"], said: Said) -> Iterator[NamedEvent]:
+    def _grown(self, kind: Literal["text", "thought", "call"], said: Said) -> Iterator[Event]:
         if not self._is_open(kind, said.call):
             yield from self._closed(is_cut=False)
             item = Item(kind, len(self.items), said.call, said.name)
@@ -194,9 +196,9 @@ class ItemFormat:
             item.parts.append(said.text)
             yield self.grew(item, said.text)
 
-    def _closed(self, *, is_cut: bool) -> Iterable[NamedEvent]:
+    def _closed(self, *, is_cut: bool) -> Iterable[Event]:
         return self.ended(self.items[-1], is_cut=is_cut) if self.items else ()
 
-    def _event(self, event: NamedEvent) -> bytes:
+    def _event(self, event: Event) -> bytes:
         """One event of a stream, named as its data says."""
-        return b"event: %b\ndata: %b\n\n" % (event.type.encode(), encode(event))
+        return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode(event))

@@ -13,8 +13,8 @@ from msgspec import UNSET, UnsetType
 
 from services.gateway.front.answers import TokenCounts
 from services.gateway.front.chats import AnswerParser
-from services.gateway.http.bodies import Receipt
-from services.gateway.http.item_answers import Item, ItemFormat, NamedEvent, encode
+from services.gateway.http.bodies import CompletionTokensDetails, Receipt
+from services.gateway.http.item_answers import Event, Item, ItemFormat, NamedEvent, encode
 from services.gateway.http.openai_answers import AnswerHead
 from services.gateway.http.responses_forms import ResponsesBody, sealed, spaced
 from services.gateway.text.text_model import TextModel
@@ -25,58 +25,6 @@ from shared.rpc.status import openai_error_body
 Status = Literal["completed", "incomplete", "failed", "in_progress"]
 
 
-class OutputText(msgspec.Struct, kw_only=True):
-    """Text of a message."""
-
-    type: Literal["output_text"] = "output_text"
-    text: str
-    annotations: list[Any] = []
-    logprobs: list[Any] = []
-
-
-class ReasoningText(msgspec.Struct, kw_only=True):
-    """Text of thinking."""
-
-    type: Literal["reasoning_text"] = "reasoning_text"
-    text: str
-
-
-class OutputMessage(msgspec.Struct, kw_only=True):
-    """What the model said."""
-
-    id: str
-    type: Literal["message"] = "message"
-    status: Status
-    role: Literal["assistant"] = "assistant"
-    content: list[OutputText]
-
-
-class OutputCall(msgspec.Struct, kw_only=True):
-    """A call of a tool that the model asks for. arguments: a JSON object as text. namespace: that
-    of the function, if it was offered in one."""
-
-    id: str
-    type: Literal["function_call"] = "function_call"
-    status: Status
-    call_id: str
-    name: str
-    namespace: str | UnsetType = UNSET
-    arguments: str
-
-
-class OutputReasoning(msgspec.Struct, kw_only=True):
-    """What the model thought. summary: none is made. encrypted_content: the same once more, where
-    it is asked for."""
-
-    id: str
-    type: Literal["reasoning"] = "reasoning"
-    status: Status
-    summary: list[Any] = []
-    content: list[ReasoningText]
-    encrypted_content: str | UnsetType = UNSET
-
-
-OutputItem = OutputMessage | OutputCall | OutputReasoning
 _ITEM = msgspec.Meta(extra_json_schema={"type": "object", "required": ["id", "type", "status"]})
 
 
@@ -87,19 +35,13 @@ class InputDetails(msgspec.Struct):
     cache_write_tokens: int = 0
 
 
-class OutputDetails(msgspec.Struct):
-    """reasoning_tokens: of the thinking, with its last mark."""
-
-    reasoning_tokens: int
-
-
 class ResponseUsage(msgspec.Struct):
     """Tokens of the input and of the answer."""
 
     input_tokens: int
     input_tokens_details: InputDetails
     output_tokens: int
-    output_tokens_details: OutputDetails
+    output_tokens_details: CompletionTokensDetails
     total_tokens: int
 
     @classmethod
@@ -109,7 +51,7 @@ class ResponseUsage(msgspec.Struct):
             counts.prompt_tokens,
             InputDetails(counts.cached_tokens),
             counts.completion_tokens,
-            OutputDetails(num_thought_tokens),
+            CompletionTokensDetails(num_thought_tokens),
             counts.prompt_tokens + counts.completion_tokens,
         )
 
@@ -174,50 +116,12 @@ class ResponseEvent(NamedEvent, kw_only=True):
     sequence_number: int
 
 
-class WholeEvent(ResponseEvent, kw_only=True):
-    """response.created, in_progress, completed, incomplete, failed."""
-
-    response: ResponseBody
-
-
-class ItemEvent(ResponseEvent, kw_only=True):
-    """response.output_item.added and done."""
-
-    output_index: int
-    item: OutputItem
-
-
-class PartEvent(ResponseEvent, kw_only=True):
-    """response.content_part.added and done."""
-
-    item_id: str
-    output_index: int
-    content_index: int = 0
-    part: OutputText | ReasoningText
-
-
-class TextEvent(ResponseEvent, kw_only=True):
-    """response.output_text and reasoning_text, delta and done."""
-
-    item_id: str
-    output_index: int
-    content_index: int = 0
-    delta: str | UnsetType = UNSET
-    text: str | UnsetType = UNSET
-    logprobs: list[Any] | UnsetType = UNSET
-
-
-class ArgumentsEvent(ResponseEvent, kw_only=True):
-    """response.function_call_arguments.delta and done."""
-
-    item_id: str
-    output_index: int
-    delta: str | UnsetType = UNSET
-    name: str | UnsetType = UNSET
-    arguments: str | UnsetType = UNSET
-
-
-_PREFIXES = {"text": "msg", "call": "fc", "thought": "rs"}
+_KINDS = {
+    "text": ("msg", "message"),
+    "call": ("fc", "function_call"),
+    "thought": ("rs", "reasoning"),
+}
+"""Of each kind of items: how an id begins, and its name here."""
 
 
 class ResponsesFormat(ItemFormat):
@@ -236,41 +140,38 @@ class ResponsesFormat(ItemFormat):
         self._seals = seals
         self._response = response
         self._spaced = {
-            spaced(space.name or "", one.name or ""): (one.name or "", space.name or "")
+            spaced(space.name or "", one.name or ""): {"name": one.name, "namespace": space.name}
             for space in response.tools
             for one in space.tools or ()
         }
-        self._output: list[OutputItem] = []
+        self._output: list[Event] = []
         self._num_events = 0
 
     # --- streams --------------------------------------------------------------------------------
 
-    def opening(self, usage: TokenCounts | None) -> Iterator[NamedEvent]:
+    def opening(self, usage: TokenCounts | None) -> Iterator[Event]:
         for name in ("created", "in_progress"):
             yield self._whole_event(name)
 
-    def began(self, item: Item) -> Iterator[NamedEvent]:
+    def began(self, item: Item) -> Iterator[Event]:
         shown = self._shown(item, "in_progress", "")
         self._output.append(shown)
-        if not isinstance(shown, OutputCall):
-            shown.content = []
+        if item.kind != "call":
+            shown["content"] = []
         yield self._item_event("added", item, shown)
         if item.kind != "call":
             yield self._part_event("added", item, "")
 
-    def grew(self, item: Item, text: str) -> NamedEvent:
+    def grew(self, item: Item, text: str) -> Event:
         if item.kind == "call":
-            return ArgumentsEvent(
-                **self._place("response.function_call_arguments.delta", item), delta=text
-            )
+            return self._of(item, "function_call_arguments.delta", delta=text)
         return self._text_event("delta", item, delta=text)
 
-    def ended(self, item: Item, *, is_cut: bool) -> Iterator[NamedEvent]:
+    def ended(self, item: Item, *, is_cut: bool) -> Iterator[Event]:
         text = item.text
         if item.kind == "call":
-            where = self._place("response.function_call_arguments.done", item)
-            name, _ = self._named(item)
-            yield ArgumentsEvent(**where, name=name, arguments=text)
+            name = self._named(item)["name"]
+            yield self._of(item, "function_call_arguments.done", name=name, arguments=text)
         else:
             yield self._text_event("done", item, text=text)
             yield self._part_event("done", item, text)
@@ -278,13 +179,11 @@ class ResponsesFormat(ItemFormat):
         self._output[item.index] = shown
         yield self._item_event("done", item, shown)
 
-    def ending(
-        self, usage: TokenCounts, receipts: Sequence[dict[str, Any]]
-    ) -> Iterator[NamedEvent]:
+    def ending(self, usage: TokenCounts, receipts: Sequence[dict[str, Any]]) -> Iterator[Event]:
         self._finish(usage, receipts)
         yield self._whole_event(self._response.status)
 
-    def breaking(self, error: MeshError) -> NamedEvent:
+    def breaking(self, error: MeshError) -> Event:
         told = openai_error_body(error)["error"]
         self._response.status = "failed"
         self._response.error = ResponseFault(told["code"], told["message"])
@@ -315,69 +214,49 @@ class ResponsesFormat(ItemFormat):
 
     def _id(self, item: Item) -> str:
         answer = self._head.id.rpartition("_")[2]
-        return f"{_PREFIXES[item.kind]}_{answer}{item.index:02x}"
+        return f"{_KINDS[item.kind][0]}_{answer}{item.index:02x}"
 
-    def _shown(self, item: Item, status: Status, text: str) -> OutputItem:
-        name = self._id(item)
+    def _shown(self, item: Item, status: Status, text: str) -> Event:
+        """An item of the output."""
+        shown: Event = {"id": self._id(item), "type": _KINDS[item.kind][1], "status": status}
         match item.kind:
             case "text":
-                content = [OutputText(text=text)]
-                return OutputMessage(id=name, status=status, content=content)
-            case "thought":
-                thought = [ReasoningText(text=text)]
-                shown = OutputReasoning(id=name, status=status, content=thought)
-                if self._seals and text:
-                    shown.encrypted_content = sealed(text)
-                return shown
+                return shown | {"role": "assistant", "content": [_part(item, text)]}
+            case "thought":  # summary: none is made
+                seal = {"encrypted_content": sealed(text)} if self._seals and text else {}
+                return shown | {"summary": [], "content": [_part(item, text)], **seal}
             case "call":
-                function, space = self._named(item)
-                return OutputCall(
-                    id=name,
-                    status=status,
-                    call_id=item.id,
-                    name=function,
-                    namespace=space,
-                    arguments=text,
-                )
+                return shown | {"call_id": item.id, **self._named(item), "arguments": text}
 
-    def _named(self, call: Item) -> tuple[str, str | UnsetType]:
-        return self._spaced.get(call.name, (call.name, UNSET))
+    def _named(self, call: Item) -> Event:
+        return self._spaced.get(call.name, {"name": call.name})
 
-    def _number(self) -> int:
+    def _next(self, kind: str, /, **said: Any) -> Event:
         self._num_events += 1
-        return self._num_events - 1
+        return {"type": f"response.{kind}", "sequence_number": self._num_events - 1, **said}
 
-    def _place(self, kind: str, item: Item) -> dict[str, Any]:
-        return {
-            "type": kind,
-            "sequence_number": self._number(),
-            "item_id": self._id(item),
-            "output_index": item.index,
-        }
+    def _of(self, item: Item, kind: str, /, **said: Any) -> Event:
+        return self._next(kind, item_id=self._id(item), output_index=item.index, **said)
 
-    def _whole_event(self, name: str) -> NamedEvent:
-        return WholeEvent(
-            type=f"response.{name}", sequence_number=self._number(), response=self._response
-        )
+    def _whole_event(self, name: str) -> Event:
+        return self._next(name, response=self._response)
 
-    def _item_event(self, name: str, item: Item, shown: OutputItem) -> NamedEvent:
-        return ItemEvent(
-            type=f"response.output_item.{name}",
-            sequence_number=self._number(),
-            output_index=item.index,
-            item=shown,
-        )
+    def _item_event(self, name: str, item: Item, shown: Event) -> Event:
+        return self._next(f"output_item.{name}", output_index=item.index, item=shown)
 
-    def _part_event(self, name: str, item: Item, text: str) -> NamedEvent:
-        is_thought = item.kind == "thought"
-        part = (ReasoningText if is_thought else OutputText)(text=text)
-        return PartEvent(**self._place(f"response.content_part.{name}", item), part=part)
+    def _part_event(self, name: str, item: Item, text: str) -> Event:
+        return self._of(item, f"content_part.{name}", content_index=0, part=_part(item, text))
 
-    def _text_event(self, name: str, item: Item, **said: Any) -> NamedEvent:
+    def _text_event(self, name: str, item: Item, **said: Any) -> Event:
         if item.kind == "thought":
-            return TextEvent(**self._place(f"response.reasoning_text.{name}", item), **said)
-        where = self._place(f"response.output_text.{name}", item)
-        return TextEvent(**where, **said, logprobs=[])
+            return self._of(item, f"reasoning_text.{name}", content_index=0, **said)
+        return self._of(item, f"output_text.{name}", content_index=0, **said, logprobs=[])
+
+
+def _part(item: Item, text: str) -> Event:
+    if item.kind == "thought":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
 def response_before(
