@@ -126,7 +126,7 @@ class Walk:
             events = EventStream(cast("Any", self.connection), {})
             events._transport = cast("Any", self.connection)
             head = AnswerHead(id=f"cmpl-{stream_id:032x}", model="demo", created=1)
-            answer_format = CompletionFormat(head, self.text, num_choices=1)
+            answer_format = CompletionFormat(head, self.text, [choice], None)
             answers.write_to(_Chunks(events, answer_format, mesh, answers))
         self.arrive(self.step())
         await self.deliver()

@@ -11,7 +11,6 @@ import time
 from asyncio import to_thread
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
 
 from services.gateway.front.answers import (
     MAX_LOGPROBS_ON_LOOP,
@@ -27,20 +26,11 @@ from services.gateway.http.connection import HttpRequest
 from services.gateway.http.item_answers import ItemFormat
 from services.gateway.http.messages import Response, json_response
 from services.gateway.http.openai_answers import AnswerFormat, AnswerHead
-from services.gateway.http.openai_forms import ChatBody, messages_for_template
+from services.gateway.http.openai_forms import ChatBody, SamplingBody, messages_for_template
 from services.gateway.http.sse import EventStream
 from services.gateway.mesh import ServedModel
 from shared.log import is_debugging
 from shared.telemetry.moments import Moment, note
-
-
-class Wants(NamedTuple):
-    """How a client wants its answer."""
-
-    stream: bool
-    usage: bool
-    receipt: bool
-
 
 Format = AnswerFormat | ItemFormat
 """Writes one request's answers, whole or as events."""
@@ -76,13 +66,13 @@ async def answered(
     front: FrontDoor,
     request: HttpRequest,
     call: Call,
+    body: SamplingBody,
     choices: Sequence[Choice],
     answer_format: Format,
-    wants: Wants,
 ) -> Response | None:
     """Make the answers and return them, or stream them and return None."""
-    if wants.stream:
-        await _stream(front, request, call, choices, answer_format, wants)
+    if body.stream:
+        await _stream(front, request, call, body, choices, answer_format)
         return None
     deltas: list[TextDelta] = []
     async with open_answers(front.mesh, choices) as answers:
@@ -91,7 +81,7 @@ async def answered(
         while arrived := await answers.next():
             deltas += arrived
             call.note()
-    receipts = answers.receipts() if wants.receipt else ()
+    receipts = answers.receipts() if body.wants_receipt else ()
     write = partial(answer_format.body, deltas, answers.usage, receipts)
     is_small = _num_logprobs(choices) <= MAX_LOGPROBS_ON_LOOP
     return json_response(write() if is_small else await to_thread(write), headers=call.headers)
@@ -116,9 +106,9 @@ async def _stream(
     front: FrontDoor,
     request: HttpRequest,
     call: Call,
+    body: SamplingBody,
     choices: Sequence[Choice],
     answer_format: Format,
-    wants: Wants,
 ) -> None:
     events = EventStream(request, call.headers, stall_s=front.stall_s)
     try:
@@ -135,9 +125,8 @@ async def _stream(
                 events_now = b"".join(written) if is_small else await to_thread(b"".join, written)
                 if events_now:
                     await events.write(events_now)
-        usage = answers.usage if wants.usage else None
-        receipts = answers.receipts() if wants.receipt else ()
-        await events.end(answer_format.closing(usage, receipts))
+        receipts = answers.receipts() if body.wants_receipt else ()
+        await events.end(answer_format.closing(answers.usage, receipts))
     except ConnectionError:
         raise
     except Exception as failure:

@@ -172,7 +172,7 @@ _OF_CHATS = tuple(
 )
 
 
-def chat_of(body: CountTokensBody) -> tuple[ChatBody, Places]:
+def chat_of_messages(body: CountTokensBody) -> tuple[ChatBody, Places]:
     """Return the chat of a body, and where its fields stood.
 
     Raises InvalidRequest: a field that is not served, or a block that says nothing we know.

@@ -20,30 +20,24 @@ from services.gateway.front.calls import Call
 from services.gateway.front.chats import AskedChat
 from services.gateway.front.frontdoor import FrontDoor, Prompt, asked_by
 from services.gateway.http import bodies
-from services.gateway.http.answering import (
-    Wants,
-    answered,
-    asked_of,
-    head_of_answer,
-)
+from services.gateway.http.answering import answered, asked_of, head_of_answer
 from services.gateway.http.anthropic_answers import (
     AnthropicError,
     InputTokens,
     MessageBody,
     MessagesFormat,
 )
-from services.gateway.http.anthropic_forms import CountTokensBody, MessagesBody, chat_of
+from services.gateway.http.anthropic_forms import CountTokensBody, MessagesBody, chat_of_messages
 from services.gateway.http.cluster_bodies import Cluster, ClusterWorker, Explanation, RecentRequests
 from services.gateway.http.connection import HttpRequest, listen
 from services.gateway.http.item_answers import NamedEvent
 from services.gateway.http.messages import Response, json_response
-from services.gateway.http.openai_answers import AnswerFormat, CompletionFormat
+from services.gateway.http.openai_answers import ChatFormat, CompletionFormat
 from services.gateway.http.openai_forms import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     RoleBody,
-    StreamOptions,
     TokenizeBody,
     messages_for_template,
 )
@@ -58,7 +52,7 @@ from services.gateway.http.responses_answers import (
 )
 from services.gateway.http.responses_forms import ResponsesBody, chat_of_input
 from services.gateway.http.server import AllowedOrigins, Policy, Route, Routes, read_body
-from services.gateway.http.tool_answers import chat_format
+from services.gateway.http.tool_answers import ToolChatFormat
 from services.gateway.http.unserved_fields import refuse_unserved
 from services.gateway.mesh import ServedModel
 from shared.errors import InvalidRequest
@@ -74,8 +68,6 @@ _COUNT_TOKENS = msgspec.json.Decoder(CountTokensBody)
 _TOKENIZE = msgspec.json.Decoder(TokenizeBody)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
 _ROLE = msgspec.json.Decoder(RoleBody)
-
-_NO_OPTIONS = StreamOptions()
 
 
 def serve_http(
@@ -307,18 +299,13 @@ class HttpDoor:
         """Answer a chat, whole or as a stream of events."""
         body = await read_body(request, call, _CHAT)
         asked = await asked_of(self._front, request, call, body)
-        options = body.stream_options or _NO_OPTIONS
-        answer_format = chat_format(
-            head_of_answer(call, asked.model, "chatcmpl-"),
-            asked.new_parser,
-            asked.use,
-            self._front,
-            num_choices=len(asked.choices),
-            has_logprobs=asked.form.sampling.logprobs is not None,
-            usage_field=bool(options.include_usage),
-            continuous_usage=bool(options.continuous_usage_stats),
-        )
-        return await self._answer(request, call, body, asked.choices, answer_format)
+        head = head_of_answer(call, asked.model, "chatcmpl-")
+        about = head, self._front.text, asked.choices, body.stream_options
+        if asked.new_parser is None:
+            answer_format = ChatFormat(*about)
+        else:
+            answer_format = ToolChatFormat(*about, new_parser=asked.new_parser, use=asked.use)
+        return await answered(self._front, request, call, body, asked.choices, answer_format)
 
     async def completion(self, request: HttpRequest, call: Call) -> Response | None:
         """Continue one or several prompts, whole or as a stream of events."""
@@ -327,28 +314,19 @@ class HttpDoor:
         await self._front.structured(form)
         call.caller.asked = asked_by(request.headers)
         model = self._front.model(body.model)
-        text = self._front.text
         prompts = await self._prompts(body)
         choices = self._front.choices(call.caller, model, prompts, form)
-        echo: list[tuple[Sequence[int], str]] | None = None
-        if body.echo:
-            echo = await self._echo(choices, prompts)
-        options = body.stream_options or _NO_OPTIONS
+        echo = await self._echo(choices, prompts) if body.echo else None
+        head = head_of_answer(call, model, "cmpl-")
         answer_format = CompletionFormat(
-            head_of_answer(call, model, "cmpl-"),
-            text,
-            echo=echo,
-            num_choices=len(choices),
-            has_logprobs=form.sampling.logprobs is not None,
-            usage_field=bool(options.include_usage),
-            continuous_usage=bool(options.continuous_usage_stats),
+            head, self._front.text, choices, body.stream_options, echo=echo
         )
-        return await self._answer(request, call, body, choices, answer_format)
+        return await answered(self._front, request, call, body, choices, answer_format)
 
     async def respond(self, request: HttpRequest, call: Call) -> Response | None:
         """Answer a chat as OpenAI's newer API does, whole or as a stream of events."""
         body = await read_body(request, call, _RESPONSES)
-        asked, chat = await self._asked_by_input(request, call, body)
+        asked = await self._asked(request, call, body)
         head = head_of_answer(call, asked.model, "resp_")
         answer_format = ResponsesFormat(
             head,
@@ -357,51 +335,47 @@ class HttpDoor:
             response=response_before(head, body, asked.choices[0].request.sampling),
             seals=bool(getattr(body, "include", None)),
         )
-        wants = Wants(stream=bool(body.stream), usage=True, receipt=chat.wants_receipt)
-        return await answered(self._front, request, call, asked.choices, answer_format, wants)
+        return await answered(self._front, request, call, body, asked.choices, answer_format)
 
     async def message(self, request: HttpRequest, call: Call) -> Response | None:
         """Answer a chat as Anthropic's API does, whole or as a stream of events."""
         body = await read_body(request, call, _MESSAGES)
-        asked, chat = await self._asked_by_messages(request, call, body)
+        asked = await self._asked(request, call, body)
         head = head_of_answer(call, asked.model, "msg_")
         answer_format = MessagesFormat(head, self._front.text, asked.new_parser)
-        wants = Wants(stream=bool(body.stream), usage=True, receipt=chat.wants_receipt)
-        return await answered(self._front, request, call, asked.choices, answer_format, wants)
+        return await answered(self._front, request, call, body, asked.choices, answer_format)
 
     async def count_tokens(self, request: HttpRequest, call: Call) -> Response:
         """Count the tokens of a body of /v1/messages."""
         body = await read_body(request, call, _COUNT_TOKENS)
-        asked, _ = await self._asked_by_messages(request, call, body, is_counted=True)
+        asked = await self._asked(request, call, body, is_counted=True)
         num_tokens = len(asked.choices[0].request.token_ids)
         return json_response(InputTokens(num_tokens), headers=call.headers)
 
     async def count_input(self, request: HttpRequest, call: Call) -> Response:
         """Count the tokens of the input of a body of /v1/responses."""
         body = await read_body(request, call, _RESPONSES)
-        asked, _ = await self._asked_by_input(request, call, body, is_counted=True)
+        asked = await self._asked(request, call, body, is_counted=True)
         num_tokens = len(asked.choices[0].request.token_ids)
         return json_response(InputCount(input_tokens=num_tokens), headers=call.headers)
 
-    async def _asked_by_input(
-        self, request: HttpRequest, call: Call, body: ResponsesBody, *, is_counted: bool = False
-    ) -> tuple[AskedChat, ChatBody]:
+    async def _asked(
+        self,
+        request: HttpRequest,
+        call: Call,
+        body: ResponsesBody | CountTokensBody,
+        *,
+        is_counted: bool = False,
+    ) -> AskedChat:
+        if isinstance(body, ResponsesBody):
+            given, chat_of = body.input, partial(chat_of_input, body)
+        else:
+            given, chat_of = body.messages, partial(chat_of_messages, body)
         # A conversation of thousands would hold the loop.
-        size = 0 if isinstance(body.input, str) else 4 * len(body.input)
-        chat, places = await self._front.text.offload(partial(chat_of_input, body), size)
+        size = 0 if isinstance(given, str) else 4 * len(given)
+        chat, places = await self._front.text.offload(chat_of, size)
         with places.told():
-            asked = await asked_of(self._front, request, call, chat, is_counted=is_counted)
-            return asked, chat
-
-    async def _asked_by_messages(
-        self, request: HttpRequest, call: Call, body: CountTokensBody, *, is_counted: bool = False
-    ) -> tuple[AskedChat, ChatBody]:
-        chat, places = await self._front.text.offload(
-            partial(chat_of, body), 4 * len(body.messages)
-        )
-        with places.told():
-            asked = await asked_of(self._front, request, call, chat, is_counted=is_counted)
-            return asked, chat
+            return await asked_of(self._front, request, call, chat, is_counted=is_counted)
 
     async def _echo(
         self, choices: Sequence[Choice], prompts: Sequence[Prompt]
@@ -432,22 +406,6 @@ class HttpDoor:
             Prompt(token_ids=tuple(ids), text=text)
             for ids, text in zip(encoded, texts, strict=True)
         ]
-
-    async def _answer(
-        self,
-        request: HttpRequest,
-        call: Call,
-        body: ChatBody | CompletionBody,
-        choices: list[Choice],
-        answer_format: AnswerFormat,
-    ) -> Response | None:
-        options = body.stream_options or _NO_OPTIONS
-        wants = Wants(
-            stream=bool(body.stream),
-            usage=bool(options.include_usage),
-            receipt=body.wants_receipt,
-        )
-        return await answered(self._front, request, call, choices, answer_format, wants)
 
 
 def _told(view: dict[str, Any], shape: type[msgspec.Struct], call: Call) -> Response:

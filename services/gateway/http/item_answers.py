@@ -81,9 +81,8 @@ class ItemFormat:
         events += self._taken(delta)
         return b"".join([self._event(event) for event in events])
 
-    def closing(self, usage: TokenCounts | None, receipts: Sequence[dict[str, Any]]) -> bytes:
+    def closing(self, usage: TokenCounts, receipts: Sequence[dict[str, Any]]) -> bytes:
         """Return the last events of a stream that went well."""
-        assert usage is not None
         return b"".join([self._event(event) for event in self.ending(usage, receipts)])
 
     def failed(self, error: MeshError) -> bytes:

@@ -16,8 +16,9 @@ from typing import Any, ClassVar, Final
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from services.gateway.front.answers import TextDelta, TokenCounts
+from services.gateway.front.answers import Choice, TextDelta, TokenCounts
 from services.gateway.http import bodies
+from services.gateway.http.openai_forms import StreamOptions
 from services.gateway.text.text_model import TextModel
 from shared.errors import MeshError
 from shared.request import FinishReason, TokenLogprobs
@@ -26,6 +27,8 @@ FINISH_NAMES: Final[dict[FinishReason, bodies.FinishName]] = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
 }
+
+_NO_OPTIONS = StreamOptions()
 
 DONE = b"data: [DONE]\n\n"
 
@@ -70,8 +73,8 @@ class Collected:
 class AnswerFormat:
     """Writes one request's answers; base of the two shapes.
 
-    has_logprobs: whether the client asked for them. usage_field: whether chunks have a ``usage``
-    (null but in the last). continuous_usage: whether every chunk has counts.
+    continuous_usage: whether every chunk has counts; else, if they are asked for, the last one
+    alone, and the others have null.
     """
 
     object_name: ClassVar[str]
@@ -87,19 +90,17 @@ class AnswerFormat:
         self,
         head: AnswerHead,
         text: TextModel,
-        *,
-        num_choices: int,
-        has_logprobs: bool = False,
-        usage_field: bool = False,
-        continuous_usage: bool = False,
+        choices: Sequence[Choice],
+        options: StreamOptions | None,
     ) -> None:
+        options = options or _NO_OPTIONS
         self._head = head
         self._text = text
-        self._num_choices = num_choices
-        self._has_logprobs = has_logprobs
-        self.continuous_usage = continuous_usage
+        self._num_choices = len(choices)
+        self._has_logprobs = choices[0].request.sampling.logprobs is not None
+        self.continuous_usage = bool(options.continuous_usage_stats)
         self._begun: set[int] = set()
-        self._no_usage: UnsetType | None = None if usage_field else UNSET
+        self._no_usage: UnsetType | None = None if options.include_usage else UNSET
         self._plain: dict[int, tuple[bytes, bytes]] = {}
 
     # --- streams --------------------------------------------------------------------------------
@@ -128,12 +129,12 @@ class AnswerFormat:
             return events + self._event(self.chunk_choice(choice, content, *last), counts)
         return events + self._event(self._plain_choice(choice, text), counts) if text else events
 
-    def closing(self, usage: TokenCounts | None, receipts: Sequence[dict[str, Any]]) -> bytes:
+    def closing(self, usage: TokenCounts, receipts: Sequence[dict[str, Any]]) -> bytes:
         """Return the end of a stream: the chunk without choices, if usage or receipts were asked
         for, and [DONE]."""
-        if usage is None and not receipts:
+        if self._no_usage is UNSET and not receipts:
             return DONE
-        counts = UNSET if usage is None else self._usage(usage)
+        counts = UNSET if self._no_usage is UNSET else self._usage(usage)
         return self._data([], usage=counts, **_receipts(receipts)) + DONE
 
     def failed(self, error: MeshError) -> bytes:
@@ -261,14 +262,14 @@ class CompletionFormat(AnswerFormat):
         self,
         head: AnswerHead,
         text: TextModel,
+        choices: Sequence[Choice],
+        options: StreamOptions | None,
         *,
         echo: Sequence[tuple[Sequence[int], str]] | None = None,
-        num_choices: int,
-        **options: bool,
     ) -> None:
-        super().__init__(head, text, num_choices=num_choices, **options)
+        super().__init__(head, text, choices, options)
         self._echo = echo
-        self._columns = [_LogprobColumns(text) for _ in range(num_choices)]
+        self._columns = [_LogprobColumns(text) for _ in choices]
 
     def _first(self, delta: TextDelta) -> bodies.CompletionChunkChoice | None:
         if self._echo is None:

@@ -11,28 +11,15 @@ from typing import Any
 
 from msgspec import UNSET
 
-from services.gateway.front.answers import TextDelta, TokenCounts
+from services.gateway.front.answers import Choice, TextDelta, TokenCounts
 from services.gateway.front.chats import AnswerParser, ThoughtTokens, new_call_id, runs_calls
-from services.gateway.front.frontdoor import FrontDoor
 from services.gateway.front.tool_fields import ToolUse
 from services.gateway.http import bodies
 from services.gateway.http.openai_answers import FINISH_NAMES, AnswerHead, ChatFormat, Collected
+from services.gateway.http.openai_forms import StreamOptions
 from services.gateway.text.text_model import TextModel
 from services.gateway.text.tool_calls import Said, ThoughtParser
 from shared.request import FinishReason
-
-
-def chat_format(
-    head: AnswerHead,
-    new_parser: Callable[[], AnswerParser] | None,
-    use: ToolUse | None,
-    front: FrontDoor,
-    **options: Any,
-) -> ChatFormat:
-    """Return what writes a chat's answers."""
-    if new_parser is None:
-        return ChatFormat(head, front.text, **options)
-    return ToolChatFormat(head, front.text, new_parser, use, **options)
 
 
 class ToolChatFormat(ChatFormat):
@@ -42,13 +29,15 @@ class ToolChatFormat(ChatFormat):
         self,
         head: AnswerHead,
         text: TextModel,
+        choices: Sequence[Choice],
+        options: StreamOptions | None,
+        *,
         new_parser: Callable[[], AnswerParser],
         use: ToolUse | None,
-        **options: Any,
     ) -> None:
-        super().__init__(head, text, **options)
+        super().__init__(head, text, choices, options)
         self._use = use
-        self._parsers = [new_parser() for _ in range(options["num_choices"])]
+        self._parsers = [new_parser() for _ in choices]
         self._thinks = isinstance(self._parsers[0], ThoughtParser)
         self._thoughts: dict[int, ThoughtTokens] = {}
         self._have_thought: set[int] = set()
