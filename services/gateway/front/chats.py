@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 from services.gateway import limits
 from services.gateway.front.answers import Choice
-from services.gateway.front.frontdoor import Caller, Form, FrontDoor, Prompt, Rendering
+from services.gateway.front.frontdoor import Caller, Form, FrontDoor, Prompt
 from services.gateway.front.tool_fields import NamedTool, ToolBody, ToolUse, size_of, tool_use
 from services.gateway.mesh import ServedModel
+from services.gateway.text.chat_template import Rendering
 from services.gateway.text.text_model import TextModel
 from services.gateway.text.tool_calls import ListParser, NamedParser, ThoughtParser, ToolParser
 from services.gateway.text.tool_families import PARSERS, SHOWS_SPECIAL_TOKENS

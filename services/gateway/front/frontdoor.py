@@ -22,6 +22,7 @@ from services.gateway.front.auth import NOBODY, ApiKey, KeyRing, tenant_salt
 from services.gateway.front.quota import Hold
 from services.gateway.limits import SamplingForm
 from services.gateway.mesh import GenerationRequest, Mesh, ServedModel
+from services.gateway.text.chat_template import Rendering
 from services.gateway.text.detokenizer import PROMPT_TAIL
 from services.gateway.text.grammars import Structure, Thought
 from services.gateway.text.text_model import TextModel
@@ -88,22 +89,6 @@ class Form:
     priority: int | None = None
     ttft_ms: float | None = None
     tpot_ms: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rendering:
-    """How messages become a prompt, as a client wrote it. None = not given.
-
-    add_generation_prompt: not given = unless the answer continues the final message. arguments:
-    variables of the template.
-    """
-
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool = False
-    chat_template: str | None = None
-    arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    add_special_tokens: bool = False
-    tools: Sequence[Mapping[str, Any]] | None = None
 
 
 class ClientMetrics:
@@ -248,17 +233,7 @@ class FrontDoor:
             limits.checked_count(
                 len(template), limits.MAX_TEMPLATE_CHARS, param="chat_template", what="characters"
             )
-        generation = rendering.add_generation_prompt
-        rendered = await self.text.render(
-            messages,
-            add_generation_prompt=not rendering.continue_final_message
-            if generation is None
-            else generation,
-            continue_final_message=rendering.continue_final_message,
-            template=template,
-            arguments=rendering.arguments,
-            tools=rendering.tools,
-        )
+        rendered = await self.text.render(messages, rendering)
         ids = await self.text.encode(rendered, add_special_tokens=rendering.add_special_tokens)
         end = rendered.rstrip()
         thought: Thought = "may"

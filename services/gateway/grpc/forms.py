@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from services.gateway import limits
-from services.gateway.front.frontdoor import Form, Rendering
+from services.gateway.front.frontdoor import Form
 from services.gateway.front.places import Places
 from services.gateway.front.tool_fields import (
     MAX_TOOLS,
@@ -23,6 +23,7 @@ from services.gateway.front.tool_fields import (
     message_for_template,
 )
 from services.gateway.limits import SamplingForm
+from services.gateway.text.chat_template import Rendering
 from services.gateway.text.grammars import Structure, one_wish, parsed_json
 from shared import wire
 from shared.errors import InvalidRequest, RemoteProtocolError

@@ -16,7 +16,7 @@ import msgspec
 
 from services.gateway import limits
 from services.gateway.front import field_rules as fields
-from services.gateway.front.frontdoor import Form, Rendering
+from services.gateway.front.frontdoor import Form
 from services.gateway.front.tool_fields import (
     MessageCall,
     ToolChoice,
@@ -36,6 +36,7 @@ from services.gateway.http.unserved_fields import (
     unsupported,
 )
 from services.gateway.limits import SamplingForm
+from services.gateway.text.chat_template import Rendering
 
 
 class StreamOptions(msgspec.Struct):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import jinja2
@@ -28,6 +29,27 @@ _OURS = ("messages", "tools", "add_generation_prompt")
 _MARK = "\ue000continue\ue000 "
 """Ends the final message while it is rendered, to find that place again; from the private use area
 of Unicode, and with a space that a template which trims messages takes away."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendering:
+    """How messages become a prompt, as a client wrote it. None = not given.
+
+    add_generation_prompt: not given = unless the answer continues the final message.
+    continue_final_message: the prompt ends where the last message's content ends, as in
+    transformers. chat_template: instead of the model's own. arguments: further variables of the
+    template (``enable_thinking``). add_special_tokens: to the ids of the prompt.
+    """
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    add_special_tokens: bool = False
+    tools: Sequence[Mapping[str, Any]] | None = None
+
+
+AS_USUAL = Rendering()
 
 
 class _TemplateRefusal(jinja2.TemplateError):
@@ -95,39 +117,30 @@ class ChatTemplate:
             "unk_token": special_tokens.unk,
         }
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        arguments: Mapping[str, Any] | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], rendering: Rendering = AS_USUAL) -> str:
         """Return the prompt.
 
-        continue_final_message: it ends where the last message's content ends, as in transformers.
-        arguments: further variables of the template (``enable_thinking``).
         Raises InvalidRequest: an argument has a name of ours, the template refuses or cannot render
         these messages, or the text passes the cap.
         """
-        for name in arguments or {}:
+        continues, generation = rendering.continue_final_message, rendering.add_generation_prompt
+        for name in rendering.arguments:
             if name in self._names or name in _OURS:
                 raise InvalidRequest(
                     "chat_template_kwargs: messages, tools, add_generation_prompt and special "
                     "tokens are no variables of a client",
                     param="chat_template_kwargs",
                 )
-        if continue_final_message:
+        if continues:
             last = messages[-1]
             messages = [*messages[:-1], {**last, "content": last["content"] + _MARK}]
         names: dict[str, Any] = {
             "documents": None,
-            **(arguments or {}),
+            **rendering.arguments,
             **self._names,
             "messages": messages,
-            "tools": tools,
-            "add_generation_prompt": add_generation_prompt,
+            "tools": rendering.tools,
+            "add_generation_prompt": not continues if generation is None else generation,
         }
         try:
             text = self._generated(names)
@@ -136,7 +149,7 @@ class ChatTemplate:
             if not (isinstance(refused.__cause__, TypeError) and any(map(_calls_of, messages))):
                 raise
             text = self._generated({**names, "messages": list(map(_with_texts, messages))})
-        return self._open_ended(text) if continue_final_message else text
+        return self._open_ended(text) if continues else text
 
     def _open_ended(self, text: str) -> str:
         end = text.rfind(_MARK.rstrip())

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from tokenizers import Tokenizer
 
-from services.gateway.text.chat_template import ChatTemplate
+from services.gateway.text.chat_template import AS_USUAL, ChatTemplate, Rendering
 from services.gateway.text.detokenizer import (
     AnswerText,
     ByteDetokenizer,
@@ -136,20 +136,13 @@ class TextModel:
         return await self.offload(run, sum(map(len, texts)))
 
     async def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        template: str | None = None,
-        arguments: Mapping[str, Any] | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        self, messages: Sequence[Mapping[str, Any]], rendering: Rendering = AS_USUAL
     ) -> str:
-        """Return the prompt text of a chat. template: a client's own, instead of the model's.
+        """Return the prompt text of a chat.
 
         Raises InvalidRequest: see ``ChatTemplate.render``; or the client's is not valid.
         """
-        own = self._chat_template
+        own, template = self._chat_template, rendering.chat_template
         if own is None and template is None:
             raise InvalidRequest(
                 "this model has no chat template: use /v1/completions", param="messages"
@@ -160,17 +153,11 @@ class TextModel:
             if template is not None:
                 used = ChatTemplate(template, self._special_tokens, of_client=True)
             assert used is not None
-            return used.render(
-                messages,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                arguments=arguments,
-                tools=tools,
-            )
+            return used.render(messages, rendering)
 
         # What a client's template costs, nobody knows: not on the loop.
-        size = _size([messages, tools, arguments]) if template is None else INLINE_CHARS + 1
-        return await self.offload(run, size)
+        given = [messages, rendering.tools, rendering.arguments]
+        return await self.offload(run, _size(given) if template is None else INLINE_CHARS + 1)
 
     def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Return the token sequences of words as vLLM takes them: as at the beginning of a text,

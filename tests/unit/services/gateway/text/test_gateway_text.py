@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from services.gateway.text.chat_template import ChatTemplate
+from services.gateway.text.chat_template import ChatTemplate, Rendering
 from services.gateway.text.detokenizer import (
     MAX_CHAR_BYTES,
     MAX_UNFINISHED,
@@ -468,13 +468,16 @@ async def test_what_is_long_to_render_leaves_the_loop(
     if of_many_parts == "messages":
         await model.render([said])
     else:
-        await model.render([{"role": "user", "content": "the"}], tools=tools)
-    await model.render([{"role": "user", "content": "the"}], tools=tools[:2])
+        await model.render([{"role": "user", "content": "the"}], Rendering(tools=tools))
+    await model.render([{"role": "user", "content": "the"}], Rendering(tools=tools[:2]))
     assert [name.startswith("tokenize") for name in threads] == [True, False]
     model.close()
 
 
 # --- chat templates -----------------------------------------------------------------------------
+
+
+CONTINUED = Rendering(continue_final_message=True)
 
 
 def render(
@@ -487,7 +490,8 @@ def render(
         max_chars=max_chars,
         now=lambda: datetime.datetime(2026, 2, 1, tzinfo=datetime.UTC),
     )
-    return template.render([{"role": "user", "content": "<hi>"}], arguments=arguments)
+    rendering = Rendering(arguments=arguments or {})
+    return template.render([{"role": "user", "content": "<hi>"}], rendering)
 
 
 def test_the_names_that_templates_expect_are_there() -> None:
@@ -538,9 +542,7 @@ def test_a_final_message_is_continued(source: str, content: str, due: str) -> No
     ]
     if source == CHATML.replace(" | trim", ""):
         messages[0]["content"] = "Sure,"
-    text = ChatTemplate(source, SpecialTokens()).render(
-        messages, add_generation_prompt=False, continue_final_message=True
-    )
+    text = ChatTemplate(source, SpecialTokens()).render(messages, CONTINUED)
     assert text == due
 
 
@@ -548,7 +550,7 @@ def test_a_message_that_the_template_hides_cannot_be_continued() -> None:
     """Its end is not in the prompt."""
     template = ChatTemplate("{{ messages[0].role }}", SpecialTokens())
     with pytest.raises(InvalidRequest, match="cannot be continued") as caught:
-        template.render([{"role": "user", "content": "a"}], continue_final_message=True)
+        template.render([{"role": "user", "content": "a"}], CONTINUED)
     assert caught.value.param == "continue_final_message"
 
 
@@ -556,10 +558,10 @@ async def test_a_clients_template_is_its_own_fault() -> None:
     """It knows the special tokens, needs no model's template, and its errors name its field."""
     model = tiny_text_model(None)
     hi = [{"role": "user", "content": "hi"}]
-    assert await model.render(hi, template="{{ messages[0].content }}!") == "hi!"
+    assert await model.render(hi, Rendering(chat_template="{{ messages[0].content }}!")) == "hi!"
     for broken in ("{% if %}", "{{ raise_exception('no') }}", "{{ 1 / 0 }}"):
         with pytest.raises(InvalidRequest) as caught:
-            await model.render(hi, template=broken)
+            await model.render(hi, Rendering(chat_template=broken))
         assert caught.value.param == "chat_template"
     model.close()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.gateway.text.chat_template import ChatTemplate
+from services.gateway.text.chat_template import ChatTemplate, Rendering
 from services.gateway.text.tool_calls import (
     ListParser,
     NamedParser,
@@ -361,7 +361,8 @@ def test_what_a_template_shows_is_read_back(template: str, call: Any) -> None:
     arguments = {"city": "Oslo", "days": 2, "is_long": False, "least": None, "at": ["é"]}
     function = {"name": "weather", "arguments": arguments}
     message = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
-    text = ChatTemplate(template, SpecialTokens()).render([message], add_generation_prompt=False)
+    shown = Rendering(add_generation_prompt=False)
+    text = ChatTemplate(template, SpecialTokens()).render([message], shown)
     family = family_of(template)
     assert family is not None
     require(lambda: PARSERS[family](TOOLS), text, "", [("weather", arguments)])
