@@ -10,7 +10,6 @@ import asyncio
 import re
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -43,21 +42,26 @@ every worker."""
 
 class _Stay:
     """One request's whole stay in the mesh. A class: as a generator it costs three times as much,
-    and every request has one."""
+    and every request has one.
+
+    is_settled, error: what admission says. wake: there only if that takes its time.
+    """
 
     def __init__(self, mesh: GatewayMesh, request: GenerationRequest, take: Take) -> None:
         self._mesh = mesh
-        self._request = request
-        self._take = take
-        self._shell: RequestShell | None = None
+        self.request = request
+        self.take = take
+        self.is_settled = False
+        self.error: MeshError | None = None
+        self.wake: asyncio.Event | None = None
+        self.shell: RequestShell | None = None
 
     async def __aenter__(self) -> RequestShell:
         try:
-            self._shell = await self._mesh.enter(self._request, self._take)
+            return await self._mesh.enter(self)
         except BaseException:
-            self._mesh.leave(self._request.request_id)
+            self._mesh.leave(self)
             raise
-        return self._shell
 
     async def __aexit__(
         self,
@@ -66,19 +70,10 @@ class _Stay:
         traceback: TracebackType | None,
     ) -> None:
         try:
-            if self._shell is not None:
-                self._shell.leave(failure)
+            if self.shell is not None:
+                self.shell.leave(failure)
         finally:
-            self._mesh.leave(self._request.request_id)
-
-
-@dataclass(slots=True)
-class _Turn:
-    """What admission says of a request that waits; ``wake`` is there only if it does."""
-
-    is_settled: bool = False
-    error: MeshError | None = None
-    wake: asyncio.Event | None = None
+            self._mesh.leave(self)
 
 
 class GatewayMesh:
@@ -117,10 +112,9 @@ class GatewayMesh:
             sides=lambda: members.table.sides,
             tenants=Tenants(tenants),
         )
-        self._turns: dict[bytes, _Turn] = {}
+        self._stays: dict[bytes, _Stay] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._recent: dict[bytes, Timeline] = {}
-        self._shells: dict[bytes, RequestShell] = {}
 
     @property
     def model(self) -> ServedModel | None:
@@ -217,8 +211,9 @@ class GatewayMesh:
     def generate(self, request: GenerationRequest, take: Take) -> _Stay:
         return _Stay(self, request, take)
 
-    async def enter(self, request: GenerationRequest, take: Take) -> RequestShell:
+    async def enter(self, stay: _Stay) -> RequestShell:
         """Admit a request and dispatch it; ``leave`` follows, whatever comes of it."""
+        request = stay.request
         if self._is_draining and not request.follows:
             raise ShuttingDown("this gateway is shutting down", retry_after_s=1.0)
         timeline = Timeline(
@@ -229,22 +224,24 @@ class GatewayMesh:
             span=request.span,
         )
         self._remember(request.request_id, timeline)
+        self._stays[request.request_id] = stay
+        self._idle.clear()
         traffic = None if self.planner is None else self.planner.traffic
         if traffic is not None:
             traffic.asked(asyncio.get_running_loop().time())
         try:
             terms = self._admission.tenants.terms(request.asked)
             prompt = self._members.prompt(request.token_ids, request.cache_salt)
-            await self._wait_for_place(request, terms, prompt)
+            await self._wait_for_place(stay, terms, prompt)
         except BaseException as failure:
             timeline.refused(failure if isinstance(failure, MeshError) else None)
             raise
         timeline.admitted()
         if traffic is not None:
             traffic.sent(asyncio.get_running_loop().time())
-        shell = RequestShell(
+        shell = stay.shell = RequestShell(
             request,
-            take,
+            stay.take,
             self._members,
             timeline,
             self._delivery,
@@ -254,50 +251,42 @@ class GatewayMesh:
             failover_wait_s=self._config.failover_wait_s,
             prompt=prompt,
         )
-        self._shells[request.request_id] = shell
         await shell.dispatch()
         return shell
 
-    async def _wait_for_place(
-        self, request: GenerationRequest, terms: Terms, prompt: HashedPrompt | None
-    ) -> None:
-        key = request.request_id
-        self._idle.clear()
-        turn = self._turns[key] = _Turn()
-        try:
-            effects = self._admission.arrive(
-                key,
-                asyncio.get_running_loop().time(),
-                terms=terms,
-                num_tokens=len(request.token_ids),
-                arrived_at=request.arrived_at,
-                deadline_at=request.deadline_at,
-                cached=lambda now: self._members.router.cached(prompt, now),
-                follows=request.follows,
-            )
-            self._apply(effects)
-            if not turn.is_settled:
-                turn.wake = asyncio.Event()
-                self._set_timer()
-                await turn.wake.wait()
-            if turn.error is not None:
-                raise turn.error
-        finally:
-            del self._turns[key]
+    async def _wait_for_place(self, stay: _Stay, terms: Terms, prompt: HashedPrompt | None) -> None:
+        request = stay.request
+        effects = self._admission.arrive(
+            request.request_id,
+            asyncio.get_running_loop().time(),
+            terms=terms,
+            num_tokens=len(request.token_ids),
+            arrived_at=request.arrived_at,
+            deadline_at=request.deadline_at,
+            cached=lambda now: self._members.router.cached(prompt, now),
+            follows=request.follows,
+        )
+        self._apply(effects)
+        if not stay.is_settled:
+            stay.wake = asyncio.Event()
+            self._set_timer()
+            await stay.wake.wait()
+        if stay.error is not None:
+            raise stay.error
 
     def _apply(self, effects: Iterable[Effect]) -> None:
         """Tell those who wait what admission decided."""
         for effect in effects:
-            turn = self._turns.get(effect.key)
-            if turn is None:
+            stay = self._stays.get(effect.key)
+            if stay is None:
                 continue
             match effect:
                 case Admit():
-                    turn.is_settled = True
+                    stay.is_settled = True
                 case TurnAway(_, error):
-                    turn.is_settled, turn.error = True, error
-            if turn.wake is not None:
-                turn.wake.set()
+                    stay.is_settled, stay.error = True, error
+            if stay.wake is not None:
+                stay.wake.set()
 
     def _set_timer(self) -> None:
         due_at = self._admission.next_tick_at
@@ -312,12 +301,12 @@ class GatewayMesh:
         self._apply(self._admission.tick(max(due_at, asyncio.get_running_loop().time())))
         self._set_timer()
 
-    def leave(self, key: bytes) -> None:
+    def leave(self, stay: _Stay) -> None:
         """A request is over, or was not let in."""
-        self._shells.pop(key, None)
+        key = stay.request.request_id
+        self._stays.pop(key, None)
         self._apply(self._admission.leave(key, asyncio.get_running_loop().time()))
-        counts = self._admission.statistics()
-        if counts.num_running == 0 and counts.num_waiting == 0:
+        if not self._stays:
             self._idle.set()
 
     async def drain(self, limit_s: float) -> bool:
@@ -333,8 +322,9 @@ class GatewayMesh:
         except TimeoutError:
             error = ShuttingDown("this gateway is shutting down", code="drain_limit")
             self._apply(self._admission.close(error))
-            for shell in list(self._shells.values()):
-                shell.fail(error)
+            for stay in self._stays.values():
+                if stay.shell is not None:
+                    stay.shell.fail(error)
             self._members.usability.tell()  # who looks for a pair looks no longer
             return False
         return True
