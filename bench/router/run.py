@@ -473,16 +473,16 @@ async def measure_reports(num_side: int, repetitions: int, rounds: int) -> dict[
 
 async def _settled(members: Membership, reporters: list[Reporter]) -> None:
     """Wait until everybody has joined and is usable, and all peer lists are out."""
-    while members.num_workers < len(reporters):
+    while len(members.table) < len(reporters):
         await asyncio.sleep(0)
-    for session in members.sessions:
+    for session in members.sessions.values():
         session.worker.sessions.add(session.worker.role)
     for stream in reporters:
         stream.send_one()
     for _ in range(10):
         await asyncio.sleep(0)
     members.note_usability()
-    assert members.num_pairs == (len(reporters) // 2) ** 2
+    assert members.table.sides.num_pairs == (len(reporters) // 2) ** 2
 
 
 def main() -> None:

@@ -350,8 +350,8 @@ async def test_an_ordinary_decode_worker_computes_no_prompts() -> None:
     """It is no pair with itself, and an order that says so is refused before anything is held."""
     async with whole_mesh(num_prefill=0, num_decode=1) as mesh:
         members = mesh.gateways[0].members
-        await mesh.until(lambda: members.num_workers == 1)
-        assert members.num_pairs == 0
+        await mesh.until(lambda: len(members.table) == 1)
+        assert members.table.sides.num_pairs == 0
         assert "no prefill worker has joined" in mesh.gateways[0].mesh.not_ready_reason
         refused = await mesh.ask(a_prompt(20), 4)
         assert isinstance(refused.error, WorkerLost)

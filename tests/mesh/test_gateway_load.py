@@ -36,7 +36,7 @@ class Reports:
             update(members, incarnation, status)
             worker = members.table.get(incarnation)
             if worker is not None:
-                self._check(members.session(incarnation, worker.role))
+                self._check(members.sessions[incarnation, worker.role])
                 self.num_reports += 1
 
         send = WorkerSession.send
@@ -85,7 +85,7 @@ async def test_no_prompt_counts_twice_and_none_is_forgotten() -> None:
     slow = FakeTiming(base_s=5.0)
     async with whole_mesh(timing=slow) as mesh:
         members: Any = mesh.gateways[0].members
-        session = next(s for s in members.sessions if s.worker.role.value == "prefill")
+        session = next(s for s in members.sessions.values() if s.worker.role.value == "prefill")
         num_sent = 0
         asking: list[asyncio.Task[Any]] = []
         async with asyncio.TaskGroup() as tasks:
@@ -138,7 +138,7 @@ async def test_reports_of_load_wake_nobody(monkeypatch: pytest.MonkeyPatch) -> N
         await asyncio.sleep(0.1)
         assert told == [1, 1, 1]
         await mesh.start_worker("decode")
-        await mesh.until(lambda: members.num_pairs == 6)
+        await mesh.until(lambda: members.table.sides.num_pairs == 6)
         assert told == [1, 1, 1, 2, 2, 2]
 
 

@@ -182,7 +182,7 @@ async def test_who_finds_no_pair_that_is_made_waits_for_one() -> None:
     ) as mesh:
         first, second = mesh.prefills
         await mesh.kill(mesh.decodes[0])
-        await mesh.until(lambda: mesh.gateways[0].members.num_workers == 2)
+        await mesh.until(lambda: len(mesh.gateways[0].members.table) == 2)
         # What one of them does alone is a pair, too: take that away.
         for running in mesh.prefills:
             running.worker.launch = _without_whole(running.worker.launch)

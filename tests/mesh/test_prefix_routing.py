@@ -137,7 +137,7 @@ async def test_an_index_that_is_wrong_finds_out() -> None:
         assert count("pdmesh_gateway_prefix_index_resyncs_total") == 1
         assert count("pdmesh_gateway_prefix_index_bytes") == index.num_bytes
         await mesh.kill(holder)
-        await mesh.until(lambda: members.num_workers == 2)
+        await mesh.until(lambda: len(members.table) == 2)
         assert index.num_granules(place) == 0
 
 
@@ -252,7 +252,7 @@ async def test_all_workers_of_a_mesh_that_starts_anew_are_asked() -> None:
         members = mesh.gateways[0].members
         for running in list(mesh.workers):
             await mesh.kill(running)
-        await mesh.until(lambda: not members.num_workers)
+        await mesh.until(lambda: not len(members.table))
         new = [await mesh.start_worker(kind) for kind in ("prefill", "prefill", "decode")]
         await mesh.ready()
         await ask(mesh, a_prompt(2 * UNIT))
@@ -310,7 +310,7 @@ async def test_a_full_gateway_takes_a_worker_that_joins_anew() -> None:
         members, running = mesh.gateways[0].members, mesh.prefills[0]
         before = members.table.get(running.incarnation)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("services.gateway.workers.registry.MAX_WORKERS", members.num_workers)
+            patch.setattr("services.gateway.workers.registry.MAX_WORKERS", len(members.table))
             patch.setattr(members, "leave", lambda *_: None)  # the gateway hears of no end
             running.worker._life.rejoin(members.incarnation)
             await mesh.until(lambda: members.table.get(running.incarnation) is not before)

@@ -320,11 +320,11 @@ async def test_a_partitioned_worker_comes_back_and_is_used_again() -> None:
     """After the network heals, the same process is a member again without a restart."""
     async with whole_mesh() as mesh:
         mesh.network.fabric.partition("prefill-0", "gateway-0")
-        await mesh.until(lambda: mesh.gateways[0].members.num_pairs == 0)
+        await mesh.until(lambda: mesh.gateways[0].members.table.sides.num_pairs == 0)
         refused = await mesh.ask(a_prompt(20), 4)
         assert isinstance(refused.error, WorkerLost | Overloaded)
         mesh.network.fabric.heal()
-        await mesh.until(lambda: mesh.gateways[0].members.num_pairs == 1)
+        await mesh.until(lambda: mesh.gateways[0].members.table.sides.num_pairs == 1)
         answer = await mesh.ask(a_prompt(20), 4)
         assert answer.token_ids == expected(a_prompt(20), 4)
 
@@ -334,7 +334,7 @@ async def test_a_worker_that_joins_late_takes_a_waiting_request() -> None:
     """A request that found no pair waits a bounded while, and a new worker saves it."""
     async with whole_mesh() as mesh:
         await mesh.kill(mesh.decodes[0])
-        await mesh.until(lambda: mesh.gateways[0].members.num_pairs == 0)
+        await mesh.until(lambda: mesh.gateways[0].members.table.sides.num_pairs == 0)
         async with asyncio.TaskGroup() as tasks:
             asked = tasks.create_task(mesh.ask(a_prompt(40), 6))
             await asyncio.sleep(0.2)
@@ -483,7 +483,7 @@ async def test_a_drain_limit_reaches_who_waits() -> None:
     async with whole_mesh(timing=SLOW, gateway=settings) as mesh:
         async with asyncio.TaskGroup() as tasks:
             await mesh.kill(mesh.decodes[0])
-            await mesh.until(lambda: not mesh.gateways[0].members.num_pairs)
+            await mesh.until(lambda: not mesh.gateways[0].members.table.sides.num_pairs)
             asked = [tasks.create_task(mesh.ask(a_prompt(50, seed=i), 400)) for i in range(2)]
             await asyncio.sleep(0.2)
             counts = mesh.gateways[0].mesh.statistics
@@ -596,13 +596,13 @@ async def test_a_session_that_falls_silent_after_another_took_its_place_costs_no
 async def test_a_session_that_has_numbered_all_orders_begins_anew() -> None:
     """Its answers go on, and the next ones have small numbers again."""
     async with whole_mesh(timing=SLOW) as mesh:
-        for session in mesh.gateways[0].members.sessions:
+        for session in mesh.gateways[0].members.sessions.values():
             session._next_stream_id = peers.MAX_STREAM_ID - 1
         async with asyncio.TaskGroup() as tasks:
             asked = [tasks.create_task(mesh.ask(a_prompt(40, seed=it), 30)) for it in range(4)]
         for number, task in enumerate(asked):
             assert task.result().token_ids == expected(a_prompt(40, seed=number), 30)
-        assert all(it._next_stream_id < 20 for it in mesh.gateways[0].members.sessions)
+        assert all(it._next_stream_id < 20 for it in mesh.gateways[0].members.sessions.values())
 
 
 @virtual_time
@@ -705,7 +705,7 @@ def _busy(mesh: WholeMesh, role: str) -> Any:
     """Return the worker that has the one request."""
     worker = next(
         session.worker
-        for session in mesh.gateways[0].members.sessions
+        for session in mesh.gateways[0].members.sessions.values()
         if session.worker.role.value == role and session.num_legs
     )
     return next(w for w in mesh.workers if w.incarnation == worker.incarnation)
@@ -715,7 +715,7 @@ def _session_with(mesh: WholeMesh, worker: Any) -> Any:
     """Return the gateway's session with a worker."""
     return next(
         session
-        for session in mesh.gateways[0].members.sessions
+        for session in mesh.gateways[0].members.sessions.values()
         if session.worker.incarnation == worker.incarnation
     )
 

@@ -277,7 +277,7 @@ async def real_mesh(
             assert front.members is not None
             members = front.members
             async with asyncio.timeout(HAPPENS_WITHIN_S):
-                while not members.num_pairs:
+                while not members.table.sides.num_pairs:
                     await members.usability.next.wait()
             yield mesh
     mesh.assert_nothing_left()

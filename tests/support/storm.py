@@ -107,7 +107,7 @@ def _break_streams(mesh: WholeMesh, chance: random.Random, victim: RunningWorker
     gateway, lost = mesh.gateways[0], WorkerLost("for a test")
     match chance.choice(["sessions", "pairs", "membership"]):
         case "sessions":
-            for session in [it for it in gateway.members.sessions if it.num_legs][:2]:
+            for session in [it for it in gateway.members.sessions.values() if it.num_legs][:2]:
                 session._control.close(lost)
         case "pairs":
             for link in list(victim.worker.pairs._links.values()):

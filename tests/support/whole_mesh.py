@@ -158,7 +158,7 @@ class WholeMesh:
         )
         await self.until(
             lambda: all(
-                running.members is not None and running.members.num_pairs == num_pairs
+                running.members is not None and running.members.table.sides.num_pairs == num_pairs
                 for running in self.gateways
                 if running.lives
             )
@@ -184,7 +184,7 @@ class WholeMesh:
             remembered = table.sides
             table.note_usability()
             assert table.sides == remembered
-            for session in running.members.sessions:
+            for session in running.members.sessions.values():
                 assert session.num_legs == 0, session.worker
                 assert not any(session.worker.orders.values()), session.worker
 

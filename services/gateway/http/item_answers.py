@@ -134,16 +134,6 @@ class ItemFormat:
     # --- items ----------------------------------------------------------------------------------
 
     @property
-    def num_calls(self) -> int:
-        """Calls so far."""
-        return self._parser.num_calls
-
-    @property
-    def is_within_call(self) -> bool:
-        """Whether the last call has not ended."""
-        return self._parser.is_within_call
-
-    @property
     def num_thought_tokens(self) -> int:
         """Tokens of the thinking, with its last mark."""
         return self._thought.num if any(item.kind == "thought" for item in self.items) else 0
@@ -159,9 +149,9 @@ class ItemFormat:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
             for said in self._parser.finish():
                 events += self._said(said)
-            if self._blank and not self.num_calls:
+            if self._blank and not self._parser.num_calls:
                 events += self._grown("text", Said(self._blank))
-            is_cut = delta.finish_reason is FinishReason.LENGTH or self.is_within_call
+            is_cut = delta.finish_reason is FinishReason.LENGTH or self._parser.is_within_call
             events += self._closed(is_cut=is_cut)
         return events
 

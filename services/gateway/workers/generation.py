@@ -171,7 +171,7 @@ class GatewayMesh:
 
     def _remember(self, key: bytes, timeline: Timeline) -> None:
         self._recent[key] = timeline
-        most = min(MOST_REMEMBERED, REMEMBERED_VIEWS // (self._members.num_workers + 1))
+        most = min(MOST_REMEMBERED, REMEMBERED_VIEWS // (len(self._members.table) + 1))
         while len(self._recent) > max(LEAST_REMEMBERED, most):
             del self._recent[next(iter(self._recent))]
 

@@ -25,7 +25,7 @@ from services.gateway.core.worker import Role, Worker, WorkerStatus
 from services.gateway.workers.peers import WorkerSession
 from shared.errors import DeadlinePassed, WorkerLost
 from shared.home import Home
-from shared.ids import Incarnation, LeaseToken, RandomBytes, new_lease_token
+from shared.ids import Incarnation, RandomBytes
 from shared.kv.journal import KvChanges
 from shared.messages.columns import pack_u32
 from shared.rpc.network import Network
@@ -84,20 +84,16 @@ class Membership:
         self._network = network
         self.incarnation = incarnation
         self._random = random.Random(random_bytes(8)).random
-        self._random_bytes = random_bytes
+        self.random_bytes = random_bytes
         self._tasks = tasks
-        self._sessions: dict[tuple[Incarnation, Role], WorkerSession] = {}
+        self.sessions: dict[tuple[Incarnation, Role], WorkerSession] = {}
         self._session_tasks: dict[WorkerSession, asyncio.Task[None]] = {}
         self.usability = News()
         self.directives = News()
-        self._homes: dict[Incarnation, Home] = {}  # ordered, not confirmed yet
-        self._pairs: dict[Incarnation, list[Worker]] = {}  # wanted, not told yet
+        self.homes: dict[Incarnation, Home] = {}  # ordered, not confirmed yet
+        self.pairs: dict[Incarnation, list[Worker]] = {}  # wanted, not told yet
         self._standing: tuple[Worker, ...] = ()
         self._moving = asyncio.Lock()
-
-    def new_lease_token(self) -> LeaseToken:
-        """Return what the two workers of an attempt, and nobody else, know of it."""
-        return new_lease_token(self._random_bytes)
 
     # --- workers --------------------------------------------------------------------------------
 
@@ -108,7 +104,7 @@ class Membership:
         """
         self.table.join(worker)
         for role in worker.serves:
-            old = self._sessions.get((worker.incarnation, role))
+            old = self.sessions.get((worker.incarnation, role))
             if old is not None:
                 old.worker = worker
                 continue
@@ -119,7 +115,7 @@ class Membership:
                 self.incarnation,
                 self.note_usability,
             )
-            self._sessions[worker.incarnation, role] = session
+            self.sessions[worker.incarnation, role] = session
             self._session_tasks[session] = self._tasks.create_task(session.run())
         _log.info(
             "worker joined",
@@ -178,8 +174,8 @@ class Membership:
         self.expectations.left(incarnation)
         if self.prefixes is not None:
             self.prefixes.left(worker)
-        self._pairs.pop(incarnation, None)
-        sessions = [self._sessions.pop((incarnation, role)) for role in worker.serves]
+        self.pairs.pop(incarnation, None)
+        sessions = [self.sessions.pop((incarnation, role)) for role in worker.serves]
         for session in sessions:
             self._session_tasks.pop(session).cancel()
         for session in sessions:
@@ -214,7 +210,7 @@ class Membership:
         ``is_confirmed``. WorkerLost: it left meanwhile. DeadlinePassed: it did not say so in time.
         """
         async with self._moving:  # the rule for the last one of a role counts what is settled
-            number = int.from_bytes(self._random_bytes(8), "little")
+            number = int.from_bytes(self.random_bytes(8), "little")
             *before, move = change_home(self.table, incarnation, home, number)
             for order in before:
                 await self._give_home(order)
@@ -222,7 +218,7 @@ class Membership:
 
     async def _give_home(self, order: HomeOrder) -> Worker:
         incarnation, wanted = order
-        self._homes[incarnation] = wanted
+        self.homes[incarnation] = wanted
         self.directives.tell()
         home = wanted.role.value
         _log.info("home ordered", worker=incarnation, home=home, epoch=wanted.epoch)
@@ -242,15 +238,7 @@ class Membership:
                 "move; look at `pdmesh top`"
             ) from None
         finally:
-            del self._homes[incarnation]
-
-    def ordered_home(self, incarnation: Incarnation) -> Home | None:
-        """Return a home that this worker has not confirmed yet; None if there is none."""
-        return self._homes.get(incarnation)
-
-    def take_pairs(self, incarnation: Incarnation) -> list[Worker]:
-        """Return with whom this worker is to pair up, and has not been told yet."""
-        return self._pairs.pop(incarnation, [])
+            del self.homes[incarnation]
 
     def learn(self, came: EndedAnswer) -> None:
         """An answer is over: predictions are held against it."""
@@ -281,27 +269,8 @@ class Membership:
         """A decision would have used this pair, and another one will."""
         known = self.table.get(peer)
         if known is not None and self.table.ask_for(worker, peer, now):
-            self._pairs.setdefault(worker, []).append(known)
+            self.pairs.setdefault(worker, []).append(known)
             self.directives.tell()
-
-    @property
-    def sessions(self) -> list[WorkerSession]:
-        """Every worker's sessions."""
-        return list(self._sessions.values())
-
-    def session(self, incarnation: Incarnation, role: Role) -> WorkerSession:
-        """Return the session for a role of a worker that ``route`` just chose."""
-        return self._sessions[incarnation, role]
-
-    @property
-    def num_workers(self) -> int:
-        """Workers that have joined."""
-        return len(self.table)
-
-    @property
-    def num_pairs(self) -> int:
-        """Pairs that take new work."""
-        return self.table.sides.num_pairs
 
 
 @contextlib.asynccontextmanager

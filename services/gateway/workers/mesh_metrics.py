@@ -37,12 +37,12 @@ class _MeshCollector(Collector):
         self._members = members
 
     def collect(self) -> Iterator[Metric]:
-        counts, sessions = self._mesh.statistics, self._members.sessions
+        counts, sessions = self._mesh.statistics, self._members.sessions.values()
         num_legs = sum(session.num_legs for session in sessions)
         for name, text, value in (
             ("answers_running", "Answers being generated", counts.num_running),
             ("answers_waiting", "Answers that wait for a place", counts.num_waiting),
-            ("pairs", "Pairs of workers that take new work", self._members.num_pairs),
+            ("pairs", "Pairs of workers that take new work", self._members.table.sides.num_pairs),
             ("ready", "1 while a request would be taken", int(self._mesh.is_ready)),
             ("legs", "Parts of answers in hand at workers", num_legs),
             ("asyncio_tasks", "Tasks of the event loop", len(asyncio.all_tasks())),

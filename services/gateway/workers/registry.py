@@ -61,7 +61,7 @@ class Registry:
         if report is None or report.announce is None:
             raise RemoteProtocolError("a worker's first message must be its announcement")
         worker = read_announcement(report.announce, stream.peer.host)
-        is_full = self._members.num_workers >= MAX_WORKERS
+        is_full = len(self._members.table) >= MAX_WORKERS
         if is_full and self._members.table.get(worker.incarnation) is None:
             raise Overloaded(f"{MAX_WORKERS} workers have joined: no more are taken")
         try:
@@ -110,7 +110,7 @@ class Registry:
                 told = peers
                 await stream.send(self._list(peers))
             # Told again on the next stream, for this one may end before it has arrived.
-            home = self._members.ordered_home(worker.incarnation)
+            home = self._members.homes.get(worker.incarnation)
             if home is not None and home is not told_home:
                 told_home = home
                 role = codec.role_to_wire(home.role)
@@ -126,7 +126,7 @@ class Registry:
         is sent there may reach nobody."""
         if not self._members.is_here(worker):
             return
-        for peer in self._members.take_pairs(worker.incarnation):
+        for peer in self._members.pairs.pop(worker.incarnation, ()):
             yield wire.GatewayDirective(pair=_peer(peer))
         prefixes = self._members.prefixes
         if prefixes is not None and (ask := prefixes.take_ask(worker.incarnation)) is not None:

@@ -25,7 +25,7 @@ from services.gateway.workers.peers import WorkerSession
 from services.gateway.workers.timeline import Timeline, Transfer
 from shared import wire
 from shared.errors import MeshError
-from shared.ids import Incarnation, StreamId
+from shared.ids import Incarnation, StreamId, new_lease_token
 from shared.messages import codec
 from shared.messages.columns import pack_u32
 from shared.request import AnswerToken, FinishReason
@@ -244,7 +244,7 @@ class RequestShell:
             "deadline_s": send.deadline_s,
             "cache_salt": self._request.cache_salt,
             "trace_context": self.timeline.dispatched(decision, has_decode=has_decode),
-            "lease_token": self._membership.new_lease_token(),
+            "lease_token": new_lease_token(self._membership.random_bytes),
         }
         fetch = decision.fetch_order(len(send.token_ids))
         prefix = fetch and wire.PrefixSource(
@@ -254,7 +254,7 @@ class RequestShell:
         self._legs = {}
         for kind, worker in legs.items():
             side = Role.PREFILL if kind is Leg.PREFILL else Role.DECODE
-            session = self._membership.session(worker, side)
+            session = self._membership.sessions[worker, side]
             leg = self._legs[kind] = LegShell(self, attempt, kind, session)
             if kind is Leg.PREFILL:
                 decode = legs.get(Leg.DECODE, Incarnation(0))

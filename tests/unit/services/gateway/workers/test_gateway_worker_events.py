@@ -150,7 +150,7 @@ async def test_a_worker_that_serves_both_roles_has_two_sessions() -> None:
         other = read_announcement(other_announcement, "peer")
         for worker in (both, other):
             members.join(worker)
-        prefill, decode = (members.session(both.incarnation, role) for role in Role)
+        prefill, decode = (members.sessions[both.incarnation, role] for role in Role)
         assert prefill is not decode
         assert len(members.sessions) == 3
         both.sessions.add(Role.PREFILL)
