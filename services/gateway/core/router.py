@@ -14,7 +14,7 @@ from services.gateway.core.fetches import NOTHING, Hit, OffersOf
 from services.gateway.core.peer_table import PeerTable
 from services.gateway.core.prefixes import HashedPrompt, Prefixes
 from services.gateway.core.rendezvous import affinity_of
-from services.gateway.core.routing import PairWanted, RouteDecision, RoutingPolicy, find_pair
+from services.gateway.core.routing import PairWanted, RouteDecision, RoutingPolicy, route
 from services.gateway.core.sides import NO_HITS, RouteRequest
 
 SMALL_SURPRISE = 0.05
@@ -52,7 +52,10 @@ class Router:
         return self.prefixes.found(prompt, now) or NO_HITS
 
     def route(self, request: RouteRequest, now: float, random: float) -> Routed:
-        """Choose a pair. random: see ``RoutingPolicy``."""
+        """Choose among all pairs that could be made. A request never waits for that if another pair
+        can take it: it goes to the best one that is made, and the next one finds the better.
+
+        random: see ``RoutingPolicy``."""
         policy, prompt, offers = self.policy, request.prompt, None
         if prompt is not None:
             found = None if self.prefixes is None else self.prefixes.cached(prompt, now)
@@ -66,13 +69,14 @@ class Router:
                 num_output_tokens=self.expectations.expected_output(request.num_tokens) or 0,
                 now=now,
             )
-        decision, wanted = find_pair(policy, request, self._table, random)
+        decision, pairs = route(policy, request, self._table.reach, random), list[PairWanted]()
+        if decision is not None and not self._table.is_paired(decision.prefill, decision.decode):
+            pairs.append(PairWanted(decision.prefill, decision.decode))
+            decision = route(policy, request, self._table.sides, random)
         if decision is None:
-            return Routed(None, () if wanted is None else (wanted,))
-        prefill, decode = self._table.get(decision.prefill), self._table.get(decision.decode)
-        assert prefill is not None
-        assert decode is not None
-        pairs = [] if wanted is None else [wanted]
+            return Routed(None, pairs)
+        prefill = decision.sides.prefills[decision.places[0]]
+        decode = decision.sides.decodes[decision.places[1]]
         if offers is not None and (source := offers.missing(prefill)) is not None:
             pairs.append(PairWanted(prefill.incarnation, source.incarnation))
         hit, terms = request.cached.get(prefill.place, NOTHING), decision.terms

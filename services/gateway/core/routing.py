@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 from services.gateway.core.conductor import Conductor, LeastLoaded, Local
 from services.gateway.core.expectations import Prediction
 from services.gateway.core.fetches import LEAST_FETCH_S, Fetch
-from services.gateway.core.peer_table import PeerTable
 from services.gateway.core.pools import Splitwise, pool_of
 from services.gateway.core.rendezvous import BoundedHash
 from services.gateway.core.sides import (
@@ -227,17 +226,6 @@ class PairWanted(NamedTuple):
 
     prefill: Incarnation
     decode: Incarnation
-
-
-def find_pair(
-    policy: RoutingPolicy, request: RouteRequest, table: PeerTable, random: float
-) -> tuple[RouteDecision | None, PairWanted | None]:
-    """Choose among all pairs that could be made; a request never waits for that if another pair can
-    take it: it goes to the best one that is made, and the next one finds the better."""
-    best = route(policy, request, table.reach, random)
-    if best is None or table.is_paired(best.prefill, best.decode):
-        return best, None
-    return route(policy, request, table.sides, random), PairWanted(best.prefill, best.decode)
 
 
 def route(
