@@ -52,3 +52,8 @@ class WorkerStatus:
     dram_token_s: float = 0.0
     ssd_token_s: float = 0.0
     seen: Mapping[Role, StreamId] = field(default_factory=dict[Role, StreamId])
+
+    def prompt_s(self, num_tokens: int, num_cached: int) -> float:
+        """Predict how long a prompt takes alone; its last token is computed, cached or not."""
+        start = min(num_cached, num_tokens - 1)
+        return self.prompt_steps.prompt_seconds(start, num_tokens, self.step_tokens)

@@ -135,9 +135,7 @@ class Expectations:
         return Prediction(
             queue_s=queue_s,
             own_s=own_s,
-            prefill_s=status.prompt_steps.prompt_seconds(
-                min(num_cached, num_tokens - 1), num_tokens, status.step_tokens
-            ),
+            prefill_s=status.prompt_s(num_tokens, num_cached),
             handover_s=self.handover_s(is_colocated=is_colocated),
             transfer_s=transfer_s,
             fetch_s=max(0.0, fetch_s - queue_s - own_s),

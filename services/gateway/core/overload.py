@@ -69,11 +69,7 @@ class ReportedSpeeds:
 
     def prompt_s(self, worker: Worker, num_tokens: int, num_cached: int = 0) -> float:
         """From then until what its cache does not have is computed; its last token always is."""
-        if not worker.is_predictable:
-            return 0.0
-        status = worker.status
-        num_cached = min(num_cached, num_tokens - 1)
-        return status.prompt_steps.prompt_seconds(num_cached, num_tokens, status.step_tokens)
+        return worker.status.prompt_s(num_tokens, num_cached) if worker.is_predictable else 0.0
 
     def step_s(self, worker: Worker, num_answers: int) -> float:
         """One step of so many answers, the time between their tokens, with as much context as those

@@ -231,11 +231,7 @@ class Worker:
             for order in reversed([orders[stream_id] for stream_id in unseen]):
                 if order.num_tokens:
                     begins_at = max(free_at, order.sent_at)
-                    free_at = begins_at + status.prompt_steps.prompt_seconds(
-                        min(order.num_cached, order.num_tokens - 1),
-                        order.num_tokens,
-                        status.step_tokens,
-                    )
+                    free_at = begins_at + status.prompt_s(order.num_tokens, order.num_cached)
         return free_at
 
     def report(self, status: WorkerStatus, now: float | None = None) -> None:
