@@ -8,9 +8,8 @@ back; memory is bounded, whatever comes.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from shared.ids import Incarnation
@@ -68,18 +67,6 @@ class Attainment(NamedTuple):
         return self.num_kept / total if total else None
 
 
-@dataclass(slots=True)
-class _CountedSecond:
-    number: int
-    num_asked: int = 0
-    num_sent: int = 0
-    num_judged: int = 0
-    num_ttft_kept: int = 0
-    num_tpot_kept: int = 0
-    num_kept: int = 0
-    num_refused: int = 0
-
-
 class _Mean:
     """Of all at first, later the newer ones count more."""
 
@@ -98,7 +85,8 @@ class TrafficMeter:
     def __init__(self, ttft_s: float, tpot_s: float, started_at: float) -> None:
         self._ttft_s, self._tpot_s = ttft_s, tpot_s
         self._started_at = started_at
-        self._seconds: deque[_CountedSecond] = deque()
+        # By the number of a second: requests that were asked and sent, and what Attainment has.
+        self._seconds: deque[tuple[int, Counter[str]]] = deque()
         self._prompts = RunningQuantiles(PROMPTS)
         self._prompt_s, self._prompt_square_s = _Mean(), _Mean()
         self._prompt_tokens, self._output_tokens = _Mean(), _Mean()
@@ -108,11 +96,11 @@ class TrafficMeter:
 
     def asked(self, now: float) -> None:
         """A request came."""
-        self._second(now).num_asked += 1
+        self._second(now)["num_asked"] += 1
 
     def sent(self, now: float) -> None:
         """An attempt of one went to the workers."""
-        self._second(now).num_sent += 1
+        self._second(now)["num_sent"] += 1
 
     def ended(
         self,
@@ -136,7 +124,7 @@ class TrafficMeter:
         who could not keep its limit even there is judged by nobody.
         """
         if not is_whole and not has_left and not num_attempts:
-            self._second(now).num_refused += 1
+            self._second(now)["num_refused"] += 1
         if not is_whole or ttft_s is None or steps is None or not steps.is_known:
             return
         start = min(num_cached, num_prompt - 1)
@@ -148,12 +136,13 @@ class TrafficMeter:
         self._output_tokens.add(num_output)
         if prompt_s > self._ttft_s:
             return
-        second = self._second(now)
         has_ttft, has_tpot = ttft_s <= self._ttft_s, tpot_s <= self._tpot_s
-        second.num_judged += 1
-        second.num_ttft_kept += has_ttft
-        second.num_tpot_kept += has_tpot
-        second.num_kept += has_ttft and has_tpot
+        self._second(now).update(
+            num_judged=1,
+            num_ttft_kept=has_ttft,
+            num_tpot_kept=has_tpot,
+            num_kept=has_ttft and has_tpot,
+        )
 
     def taken(self, now: float, orders: Mapping[Incarnation, int]) -> None:
         """So many prompts has each worker taken from all gateways since it began."""
@@ -204,12 +193,12 @@ class TrafficMeter:
 
     def _count(self, name: str, now: float, seconds: int) -> int:
         since = int(now) - seconds
-        return sum(getattr(second, name) for second in self._seconds if second.number > since)
+        return sum(counts[name] for number, counts in self._seconds if number > since)
 
-    def _second(self, now: float) -> _CountedSecond:
+    def _second(self, now: float) -> Counter[str]:
         number = int(now)
-        if not self._seconds or self._seconds[-1].number != number:
-            self._seconds.append(_CountedSecond(number))
-            while self._seconds[0].number <= number - SECONDS - 1:
+        if not self._seconds or self._seconds[-1][0] != number:
+            self._seconds.append((number, Counter()))
+            while self._seconds[0][0] <= number - SECONDS - 1:
                 self._seconds.popleft()
-        return self._seconds[-1]
+        return self._seconds[-1][1]
