@@ -199,11 +199,12 @@ def checked_bad_words(words: Sequence[str]) -> Sequence[str]:
     return words
 
 
-def checked_asked(
-    priority: int | None, ttft_ms: float | None, tpot_ms: float | None, *, tenant: str
-) -> Asked:
-    """Return what a request asks of the queue; None = as its tenant has it. Raises InvalidRequest:
-    out of range."""
+def checked_asked(form: Asked, headers: Asked, *, tenant: str) -> Asked:
+    """Return what a request asks of the queue: its form's fields come before headers. Raises
+    InvalidRequest: out of range."""
+    priority = headers.priority if form.priority is None else form.priority
+    ttft_ms = headers.ttft_ms if form.ttft_ms is None else form.ttft_ms
+    tpot_ms = headers.tpot_ms if form.tpot_ms is None else form.tpot_ms
     if priority is not None:
         checked_int(priority, 0, MAX_PRIORITY, param="priority")
     for param, limit_ms in (("ttft_ms", ttft_ms), ("tpot_ms", tpot_ms)):

@@ -86,9 +86,7 @@ class Form:
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
     structure: Structure | None = None
-    priority: int | None = None
-    ttft_ms: float | None = None
-    tpot_ms: float | None = None
+    asked: Asked = NOTHING_ASKED
 
 
 class ClientMetrics:
@@ -275,13 +273,7 @@ class FrontDoor:
         seed = form.sampling.seed
         if seed is None:
             seed = int.from_bytes(self._random_bytes(8), "little")
-        by_header = caller.asked
-        asked = limits.checked_asked(
-            by_header.priority if form.priority is None else form.priority,
-            by_header.ttft_ms if form.ttft_ms is None else form.ttft_ms,
-            by_header.tpot_ms if form.tpot_ms is None else form.tpot_ms,
-            tenant=caller.key.name,
-        )
+        asked = limits.checked_asked(form.asked, caller.asked, tenant=caller.key.name)
         salt = tenant_salt(caller.key, form.cache_salt, self._salt_key)
         if form.is_echo_only:
             form = replace(form, sampling=replace(form.sampling, max_tokens=1))

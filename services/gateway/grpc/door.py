@@ -18,7 +18,6 @@ from services.gateway import limits
 from services.gateway.front.answers import (
     MAX_LOGPROBS_ON_LOOP,
     TextDelta,
-    TokenCounts,
     open_answers,
 )
 from services.gateway.front.auth import ROLES
@@ -199,7 +198,7 @@ class Inference:
                 for delta in deltas:
                     response = _response(delta, form.sampling)
                     if delta.finish_reason:
-                        response.usage = _usage(answers.usage)
+                        response.usage = wire.Usage(**answers.usage._asdict())
                     if parts is not None:
                         parts.tell(response, delta)
                     if (of_prompt := delta.prompt_logprobs) is not None:
@@ -294,14 +293,6 @@ class _Parts:
             response.usage.reasoning_tokens = self._thought.num
         if runs_calls(self._use, delta.finish_reason, self._parser):
             response.finish_reason = wire.FinishReason.TOOL_CALLS
-
-
-def _usage(usage: TokenCounts) -> wire.Usage:
-    return wire.Usage(
-        prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.completion_tokens,
-        cached_tokens=usage.cached_tokens,
-    )
 
 
 def _response(delta: TextDelta, sampling: SamplingForm) -> wire.GenerateResponse:

@@ -28,6 +28,7 @@ from services.gateway.text.grammars import Structure, one_wish, parsed_json
 from shared import wire
 from shared.errors import InvalidRequest, RemoteProtocolError
 from shared.messages.columns import unpack_u32
+from shared.tenants import Asked
 
 PLACES = Places(
     {"tool_choice.function.name": "tool_choice"}
@@ -53,9 +54,7 @@ def form_of(request: wire.GenerateRequest, prompt_param: str) -> Form:
         truncate_prompt_tokens=params.truncate_prompt_tokens,
         truncation_side=params.truncation_side or None,
         structure=_structure(params),
-        priority=request.priority,
-        ttft_ms=request.ttft_ms,
-        tpot_ms=request.tpot_ms,
+        asked=Asked("", request.priority, request.ttft_ms, request.tpot_ms),
     )
 
 

@@ -37,6 +37,7 @@ from services.gateway.http.unserved_fields import (
 )
 from services.gateway.limits import SamplingForm
 from services.gateway.text.chat_template import Rendering
+from shared.tenants import Asked
 
 
 class StreamOptions(msgspec.Struct):
@@ -142,9 +143,7 @@ class SamplingBody(_RenderedBody, kw_only=True):
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             truncation_side=self.truncation_side,
             structure=structure_of(self),
-            priority=self.priority,
-            ttft_ms=self.ttft_ms,
-            tpot_ms=self.tpot_ms,
+            asked=Asked("", self.priority, self.ttft_ms, self.tpot_ms),
             **own,
         )
 
