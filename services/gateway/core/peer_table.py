@@ -189,7 +189,13 @@ class PeerTable:
             decodes = [worker for worker in usable if Role.DECODE in worker.serves]
             self._sides = self._reach = sides_of(prefills, decodes, self)
             if any(len(worker.serves) > 1 for worker in usable):
-                self._reach = _reach_of(prefills, decodes, self)
+                # As if everybody who may push were paired with everybody else.
+                others = sum(worker.bit for worker in decodes)
+                reaching = [
+                    (it, mask | others & ~it.bit if Role.PREFILL in it.serves else mask)
+                    for it, mask in prefills
+                ]
+                self._reach = sides_of(reaching, decodes, self)
                 self._reach.at_home = self._sides.at_home = sides_of(
                     [side for side in prefills if side[0].is_home_on(Role.PREFILL)],
                     [worker for worker in decodes if worker.is_home_on(Role.DECODE)],
@@ -259,23 +265,6 @@ class PeerTable:
             if not any(worker.is_usable for worker in workers):
                 return f"no {role.value} worker is usable: all are draining, silent or unreachable"
         return "no prefill worker has reached a decode worker yet"
-
-
-def _reach_of(
-    prefills: Sequence[tuple[Worker, int]],
-    decodes: Sequence[Worker],
-    table: PeerTable,
-) -> Sides:
-    """Return the sides as if everybody who may push were paired with everybody else."""
-    everybody = sum(worker.bit for worker in decodes)
-    return sides_of(
-        [
-            (worker, mask | everybody & ~worker.bit if Role.PREFILL in worker.serves else mask)
-            for worker, mask in prefills
-        ],
-        decodes,
-        table,
-    )
 
 
 def _require_tokenizer(worker: Worker, own: OwnModel) -> None:
