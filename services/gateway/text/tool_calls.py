@@ -40,11 +40,8 @@ class Said(NamedTuple):
 class JsonValue:
     """Finds where a JSON value ends that comes in pieces."""
 
-    def __init__(self) -> None:
-        self._depth = 0
-        self._in_string = False
-        self._is_escaped = False
-        self._has_begun = False
+    _depth = 0
+    _in_string = _is_escaped = _has_begun = False
 
     def take(self, text: str) -> int | None:
         """Return how much of ``text`` belongs to the value, None = all, and it goes on."""
@@ -81,12 +78,12 @@ class ToolParser:
     another is text. max_calls: those after so many are left out, None = all are told."""
 
     max_calls: int | None = None
+    num_calls = 0
+    _held = ""
+    _value: JsonValue | None = None  # of the arguments that are on their way
 
     def __init__(self, tools: Mapping[str, Any]) -> None:
         self._tools = tools
-        self._held = ""
-        self._value: JsonValue | None = None  # of the arguments that are on their way
-        self.num_calls = 0
 
     @property
     def is_within_call(self) -> bool:
@@ -181,11 +178,7 @@ class HermesParser(ToolParser):
     """Between ``<tool_call>`` and ``</tool_call>``."""
 
     BEGIN, END = "<tool_call>", "</tool_call>"
-
-    def __init__(self, tools: Mapping[str, Any]) -> None:
-        super().__init__(tools)
-        self._is_call = self._is_after_call = False
-        self._has_head = False
+    _is_call = _is_after_call = _has_head = False
 
     def _said(self, *, is_over: bool) -> Iterator[Said]:
         while self._held:
@@ -241,10 +234,7 @@ class WholeJsonParser(ToolParser):
 
     MARKS: tuple[str, ...] = ("<|python_tag|>",)
     BEGINS = "{"
-
-    def __init__(self, tools: Mapping[str, Any]) -> None:
-        super().__init__(tools)
-        self._is_text = False
+    _is_text = False
 
     def _said(self, *, is_over: bool) -> Iterator[Said]:
         if not self._is_text:
@@ -311,10 +301,7 @@ class MistralParser(ToolParser):
     """After ``[TOOL_CALLS]``: a list, or name and arguments one after the other."""
 
     MARK = "[TOOL_CALLS]"
-
-    def __init__(self, tools: Mapping[str, Any]) -> None:
-        super().__init__(tools)
-        self._is_call = False
+    _is_call = False
 
     def _said(self, *, is_over: bool) -> Iterator[Said]:
         if not self._is_call:
@@ -352,10 +339,8 @@ class ListParser(ToolParser):
             if self._value is None:
                 head = _HEAD.match(self._held.lstrip(" \t\r\n[,}"))
                 if head is None:
-                    if is_over:
-                        self._held = (
-                            ""  # the list's end, or a call that was cut off before its name
-                        )
+                    if is_over:  # the list's end, or a call that was cut off before its name
+                        self._held = ""
                     return
                 self._held = self._held.lstrip(" \t\r\n[,}")[head.end() :]
                 self._value = JsonValue()

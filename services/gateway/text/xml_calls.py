@@ -48,12 +48,10 @@ class XmlParser(ToolParser):
     OF_UNKNOWN: ClassVar[frozenset[str]] = frozenset()
     END: ClassVar[str] = "</tool_call>"
 
-    def __init__(self, tools: Mapping[str, Any]) -> None:
-        super().__init__(tools)
-        self._schema: Mapping[str, Any] = {}  # of the call's arguments
-        self._is_open = self._is_after_call = False
-        self._num_values = 0
-        self._types: frozenset[str] | None = None  # of the value that is on its way
+    _schema: Mapping[str, Any]  # of the call's arguments
+    _is_open = _is_after_call = False
+    _num_values = 0
+    _types: frozenset[str] | None = None  # of the value that is on its way
 
     @property
     def is_within_call(self) -> bool:
