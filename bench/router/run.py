@@ -38,7 +38,7 @@ from services.gateway.core.router import Router
 from services.gateway.core.routing import POLICIES, RouteDecision, route
 from services.gateway.core.sides import RouteRequest, RoutingPolicy
 from services.gateway.core.worker import Role, Worker, WorkerStatus
-from services.gateway.workers.membership import Membership, membership
+from services.gateway.workers.membership import Membership
 from services.gateway.workers.registry import Registry, read_announcement
 from shared import wire
 from shared.address import Address
@@ -438,7 +438,9 @@ async def measure_reports(num_side: int, repetitions: int, rounds: int) -> dict[
     shares: list[float] = []
     parsing: list[float] = []
     async with (
-        membership(network, policy, Incarnation(9), random.Random(1).randbytes) as members,
+        Membership(
+            network, policy, Incarnation(9), random.Random(1).randbytes
+        ).running() as members,
         asyncio.TaskGroup() as tasks,
     ):
         registry = Registry(members, Incarnation(9))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from services.gateway.core.peer_table import OwnModel
 from services.gateway.core.routing import POLICIES
@@ -24,7 +25,7 @@ from services.gateway.http.door import serve_http, serve_metrics
 from services.gateway.text.text_model import TextModel
 from services.gateway.workers.answer_metrics import AnswerMetrics
 from services.gateway.workers.generation import GatewayMesh
-from services.gateway.workers.membership import Membership, membership
+from services.gateway.workers.membership import Membership
 from services.gateway.workers.mesh_metrics import register_mesh_metrics
 from services.gateway.workers.planning import Tell
 from services.gateway.workers.registry import Registry
@@ -49,6 +50,7 @@ TAIL_S = 2.0
 """Longest wait, once no request runs any more, for the last bytes to reach their clients."""
 
 
+@dataclass(slots=True, eq=False)
 class Gateway:
     """One gateway; ``run`` is its life. Everything else here is for tests.
 
@@ -57,24 +59,18 @@ class Gateway:
     another one are refused. tell: see ``Planner.run``.
     """
 
-    def __init__(
-        self,
-        config: GatewayConfig,
-        platform: Platform,
-        text: TextModel,
-        defaults: Mapping[str, float],
-        own_model: OwnModel | None = None,
-        tell: Tell = lambda _: None,
-    ) -> None:
-        self._config = config
-        self._platform = platform
-        self._text = text
-        self._defaults = defaults
-        self._own_model = own_model
-        self._tell = tell
-        self.incarnation: Incarnation = new_incarnation(platform.random_bytes)
-        self.mesh: GatewayMesh | None = None
-        self.members: Membership | None = None
+    config: GatewayConfig
+    platform: Platform
+    text: TextModel
+    defaults: Mapping[str, float]
+    own_model: OwnModel | None = None
+    tell: Tell = lambda _: None
+    incarnation: Incarnation = field(init=False)
+    mesh: GatewayMesh | None = field(init=False, default=None)
+    members: Membership | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.incarnation = new_incarnation(self.platform.random_bytes)
 
     async def run(self, ready: Ready, stop: asyncio.Event) -> bool:
         """Serve until ``stop`` is set (then drain), or until cancelled (then do not). Returns False
@@ -83,19 +79,19 @@ class Gateway:
         ready: called once, when all doors are open.
         Raises OSError: a port is in use. InvalidRequest: the file of API keys or tenants, or one
         for TLS, is unusable."""
-        config, platform = self._config, self._platform
+        config, platform = self.config, self.platform
         async with contextlib.AsyncExitStack() as stack:
             tracer = await stack.enter_async_context(tracing("pdmesh-gateway", self.incarnation))
             mesh_network = platform.mesh_network("gateway", self.incarnation)
             members = self.members = await stack.enter_async_context(
-                membership(
+                Membership(
                     mesh_network,
                     POLICIES[config.policy](),
                     self.incarnation,
                     platform.random_bytes,
-                    self._own_model,
+                    self.own_model,
                     config.index_memory_mib << 20,
-                )
+                ).running()
             )
             metrics = ClientMetrics()
             answers = AnswerMetrics(metrics.registry)
@@ -115,11 +111,11 @@ class Gateway:
             front = FrontDoor(
                 config,
                 mesh=mesh,
-                text=self._text,
+                text=self.text,
                 random_bytes=platform.random_bytes,
                 metrics=metrics,
                 keys=keys,
-                defaults=self._defaults,
+                defaults=self.defaults,
                 tracer=tracer,
                 salt_key=platform.secret.derived("cache salt") if platform.secret else b"",
             )
@@ -154,7 +150,7 @@ class Gateway:
             ready(http, server.address, mesh_server.address, watched)
 
             planner = mesh.planner
-            looks = [] if planner is None else [lambda: planner.run(self._tell)]
+            looks = [] if planner is None else [lambda: planner.run(self.tell)]
 
             async def say_readiness() -> None:
                 while True:

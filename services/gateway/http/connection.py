@@ -14,6 +14,7 @@ import socket
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -132,18 +133,16 @@ HeadersFor = Callable[[HttpRequest], Mapping[str, str]]
 """Headers that every response to a request has, whoever makes it."""
 
 
+@dataclass(slots=True)
 class _Listener:
     """What the connections of one listener have in common."""
 
-    def __init__(
-        self, handler: Handler, headers_for: HeadersFor | None, tasks: asyncio.TaskGroup
-    ) -> None:
-        self.handler = handler
-        self.headers_for = headers_for
-        self.tasks = tasks
-        self.connections: set[Connection] = set()
-        self.is_closing = False
-        self.has_ended = asyncio.Event()
+    handler: Handler
+    headers_for: HeadersFor | None
+    tasks: asyncio.TaskGroup
+    connections: set[Connection] = field(default_factory=lambda: set())
+    is_closing: bool = False
+    has_ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def forget(self, connection: Connection) -> None:
         """A connection is closed."""
@@ -354,12 +353,10 @@ class Connection(BaseProtocol):
             transport.close()
 
     def end_if_idle(self) -> None:
-        """Close if no request is being answered."""
         if self._task is None:
             self.end()
 
     def abort(self) -> None:
-        """Close now."""
         self._is_over = True
         if self.transport is not None:
             self.transport.abort()

@@ -10,6 +10,7 @@ import asyncio
 import re
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -40,6 +41,7 @@ MOST_REMEMBERED, LEAST_REMEMBERED, REMEMBERED_VIEWS = 1024, 32, 1 << 16
 every worker."""
 
 
+@dataclass(slots=True, eq=False)
 class _Stay:
     """One request's whole stay in the mesh. A class: as a generator it costs three times as much,
     and every request has one.
@@ -47,14 +49,13 @@ class _Stay:
     is_settled, error: what admission says. wake: there only if that takes its time.
     """
 
-    def __init__(self, mesh: GatewayMesh, request: GenerationRequest, take: Take) -> None:
-        self._mesh = mesh
-        self.request = request
-        self.take = take
-        self.is_settled = False
-        self.error: MeshError | None = None
-        self.wake: asyncio.Event | None = None
-        self.shell: RequestShell | None = None
+    _mesh: GatewayMesh
+    request: GenerationRequest
+    take: Take
+    is_settled: bool = False
+    error: MeshError | None = None
+    wake: asyncio.Event | None = None
+    shell: RequestShell | None = None
 
     async def __aenter__(self) -> RequestShell:
         try:

@@ -58,7 +58,7 @@ class News:
 
 
 class Membership:
-    """The gateway's view of its workers; made by ``membership``.
+    """The gateway's view of its workers, while it is ``running``.
 
     random_bytes: for the policy, and for lease tokens.
 
@@ -73,10 +73,8 @@ class Membership:
         policy: RoutingPolicy,
         incarnation: Incarnation,
         random_bytes: RandomBytes,
-        tasks: asyncio.TaskGroup,
         own_model: OwnModel | None = None,
-        *,
-        index_bytes: int,
+        index_bytes: int = 1 << 28,
     ) -> None:
         self.table = PeerTable(own_model)
         self.router = Router(policy, self.table, index_bytes=index_bytes)
@@ -85,7 +83,7 @@ class Membership:
         self.incarnation = incarnation
         self._random = random.Random(random_bytes(8)).random
         self.random_bytes = random_bytes
-        self._tasks = tasks
+        self._tasks: asyncio.TaskGroup
         self.sessions: dict[tuple[Incarnation, Role], WorkerSession] = {}
         self._session_tasks: dict[WorkerSession, asyncio.Task[None]] = {}
         self.usability = News()
@@ -94,6 +92,17 @@ class Membership:
         self.pairs: dict[Incarnation, list[Worker]] = {}  # wanted, not told yet
         self._standing: tuple[Worker, ...] = ()
         self._moving = asyncio.Lock()
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncGenerator[Membership]:
+        """Own the sessions of all workers for the length of the block."""
+        with plain_errors():
+            async with TaskGroup() as self._tasks:
+                try:
+                    yield self
+                finally:
+                    for worker in self.table.workers:
+                        self.leave(worker, "the gateway stops")
 
     # --- workers --------------------------------------------------------------------------------
 
@@ -135,7 +144,6 @@ class Membership:
         return self.table.get(worker.incarnation) is worker
 
     def update(self, incarnation: Incarnation, status: WorkerStatus) -> None:
-        """Take a worker's report."""
         worker = self.table.get(incarnation)
         now = asyncio.get_running_loop().time()
         if worker is not None and self.table.report(worker, status, now):
@@ -145,7 +153,6 @@ class Membership:
             self._note_change()
 
     def told_prefixes(self, worker: Worker, changes: KvChanges) -> None:
-        """A worker told of its cache."""
         if self.prefixes is None:
             return
         before, _ = self.prefixes.known(worker) or (None, 0)
@@ -271,31 +278,3 @@ class Membership:
         if known is not None and self.table.ask_for(worker, peer, now):
             self.pairs.setdefault(worker, []).append(known)
             self.directives.tell()
-
-
-@contextlib.asynccontextmanager
-async def membership(
-    network: Network,
-    policy: RoutingPolicy,
-    incarnation: Incarnation,
-    random_bytes: RandomBytes,
-    own_model: OwnModel | None = None,
-    index_bytes: int = 1 << 28,
-) -> AsyncGenerator[Membership]:
-    """Own the sessions of all workers for the length of the block."""
-    with plain_errors():
-        async with TaskGroup() as tasks:
-            members = Membership(
-                network,
-                policy,
-                incarnation,
-                random_bytes,
-                tasks,
-                own_model,
-                index_bytes=index_bytes,
-            )
-            try:
-                yield members
-            finally:
-                for worker in members.table.workers:
-                    members.leave(worker, "the gateway stops")

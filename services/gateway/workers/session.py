@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from services.gateway.core.admission import Admission
@@ -28,25 +29,22 @@ from shared.errors import MeshError
 from shared.ids import Incarnation, StreamId, new_lease_token
 from shared.messages import codec
 from shared.messages.columns import pack_u32
-from shared.request import AnswerToken, FinishReason
+from shared.request import AnswerToken
 from shared.schedule.plan import PromptTimes
 
 
+@dataclass(slots=True, eq=False)
 class LegShell:
     """One leg of one attempt: passes its worker's events on with the attempt's number. Sessions
     call it on the loop; every call returns at once."""
 
-    def __init__(
-        self, request: RequestShell, attempt: int, leg: Leg, session: WorkerSession
-    ) -> None:
-        self.leg = leg
-        self._request = request
-        self._attempt = attempt
-        self.session = session
-        self.stream_id = StreamId(0)
+    _request: RequestShell
+    _attempt: int
+    leg: Leg
+    session: WorkerSession
+    stream_id: StreamId = field(default=StreamId(0))
 
     def token(self, token: AnswerToken) -> None:
-        """A token arrived."""
         request = self._request
         request.apply(request.lifecycle.token_arrived(self._attempt, self.leg, token))
 
@@ -187,11 +185,6 @@ class RequestShell:
     def first_token_at(self) -> float | None:
         return self.timeline.first_token_at
 
-    @property
-    def finish_reason(self) -> FinishReason:
-        """NONE until the last token has arrived."""
-        return self.lifecycle.finish_reason
-
     def receipt(self) -> dict[str, Any]:
         return self.timeline.receipt().as_dict()
 
@@ -298,7 +291,7 @@ class RequestShell:
                 case End():
                     self._end, self._search = effect, None
                     self._delivery.deliver(self)
-                    self.timeline.ended(effect.error, self.finish_reason)
+                    self.timeline.ended(effect.error, self.lifecycle.finish_reason)
                     self._wake.set()
 
     def fail(self, error: MeshError) -> None:

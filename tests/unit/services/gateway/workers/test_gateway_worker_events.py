@@ -13,7 +13,7 @@ import pytest
 
 from services.gateway.core.routing import POLICIES
 from services.gateway.core.worker import Role, Worker, WorkerStatus
-from services.gateway.workers.membership import membership
+from services.gateway.workers.membership import Membership
 from services.gateway.workers.peers import WorkerSession
 from services.gateway.workers.registry import read_announcement
 from shared import wire
@@ -140,7 +140,7 @@ async def test_a_worker_that_serves_both_roles_has_two_sessions() -> None:
     network: Any = Silence()
     policy = POLICIES["splitwise"]()
     randbytes = random.Random(1).randbytes
-    async with membership(network, policy, Incarnation(1), randbytes) as members:
+    async with Membership(network, policy, Incarnation(1), randbytes).running() as members:
         both = read_announcement(an_announcement(serves=[2, 3]), "peer")
         hello = wire.Hello(
             role=wire.Role.DECODE, incarnation=6, protocol_version=codec.PROTOCOL_VERSION
