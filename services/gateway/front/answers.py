@@ -57,7 +57,6 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def token_ids(self) -> list[int]:
-        """Ids of the tokens."""
         return [token.token_id for token in self.tokens]
 
     @property

@@ -40,7 +40,6 @@ class Call:
 
     @property
     def request_id(self) -> str:
-        """Our id, as text."""
         return self.caller.request_id.hex()
 
     @property

@@ -84,6 +84,5 @@ class Hold:
         self._count += count
 
     def release(self) -> None:
-        """The call is over."""
         self._quota.num_running -= self._count
         self._count = 0

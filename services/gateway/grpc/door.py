@@ -62,7 +62,6 @@ class Inference:
         self._front = front
 
     def servicer(self) -> Servicer:
-        """Return the service."""
         return Servicer(
             bind(GENERATE, self.generate),
             bind_unary(TOKENIZE, self.tokenize),
@@ -71,7 +70,6 @@ class Inference:
         )
 
     async def generate(self, stream: GenerateStream) -> None:
-        """Stream one answer."""
         with self._recorded(stream, GENERATE.path) as call:
             await self._generate(stream, call)
 

@@ -36,7 +36,6 @@ class AnthropicError(msgspec.Struct, kw_only=True):
 
     @classmethod
     def of(cls, error: MeshError) -> AnthropicError:
-        """Return the body of an error."""
         fault = msgspec.convert(openai_error_body(error)["error"], AnthropicFault)
         named = "request_too_large" if isinstance(error, TooLarge) else fault.type
         fault.type = _TYPES.get(named, named)

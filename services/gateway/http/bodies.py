@@ -44,7 +44,6 @@ class ErrorBody(msgspec.Struct):
 
     @classmethod
     def of(cls, error: MeshError) -> ErrorBody:
-        """Return the body of an error."""
         return msgspec.convert(openai_error_body(error), cls)
 
 

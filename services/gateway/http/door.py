@@ -111,7 +111,6 @@ class HttpDoor:
         self._document: tuple[ServedModel | None, bytes] | None = None
 
     def routes(self) -> tuple[Route, ...]:
-        """Return every route there is."""
         return (
             *self._probes(),
             Route("GET", "/version", Policy.KEY, self.version, bodies.Version),

@@ -254,7 +254,6 @@ def _authorization(headers: Mapping[str, str]) -> str | None:
 
 
 def _pattern(path: str) -> re.Pattern[str]:
-    """Return the pattern of a route's path."""
     parts = _PART.split(path)  # text, name, what it may be, text ...
     pattern = re.escape(parts[0])
     for name, rule, text in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):

@@ -79,7 +79,6 @@ value."""
 
 
 def described(why: str, harmless: tuple[Any, ...]) -> Any:
-    """Return the type of such a field."""
     values = {"enum": [None, *harmless]}
     about = msgspec.Meta(description=f"Not served: {why}.", extra_json_schema=values)
     return Annotated[Any, about]

@@ -51,7 +51,6 @@ class WholeTexts(dict[int, "str | None"]):
         return found
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens together."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special)
 
 
@@ -132,7 +131,6 @@ class StreamDetokenizer:
         return DecodeStream(ids=ids or None, skip_special_tokens=self._skip_special)
 
     def step(self, token_id: int) -> str:
-        """See ``ByteDetokenizer``."""
         self._ids.append(token_id)
         try:
             piece = self._stream.step(self._tokenizer, token_id)
@@ -147,7 +145,6 @@ class StreamDetokenizer:
         return piece or ""
 
     def flush(self) -> str:
-        """See ``ByteDetokenizer``."""
         if not self._is_pending:
             return ""
         before = len(self._decode(self._tail)) if self._tail else 0
@@ -262,7 +259,6 @@ class AnswerText:
         return "".join(pieces)
 
     def _stopped(self, pieces: list[str], stop: str) -> str:
-        """A stop string ended the answer."""
         self.finish_reason, self.stop_reason = FinishReason.STOP, stop
         return "".join(pieces)
 

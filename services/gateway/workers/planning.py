@@ -175,7 +175,6 @@ class Planner(AnswerWatcher):
         }
 
     def ended(self, now: float, receipt: Receipt, error: str) -> None:
-        """See ``AnswerWatcher``."""
         worker = self._members.table.get(Incarnation(int(receipt.prefill or "0", 16)))
         self.traffic.ended(
             now,
