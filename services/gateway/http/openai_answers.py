@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 import msgspec
@@ -47,27 +47,6 @@ class AnswerHead:
     id: str
     model: str
     created: int
-
-
-@dataclass(slots=True)
-class Collected:
-    """One whole answer."""
-
-    texts: list[str] = field(default_factory=lambda: [])
-    token_ids: list[int] = field(default_factory=lambda: [])
-    logprobs: list[TokenLogprobs] = field(default_factory=lambda: [])
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-    finish_reason: FinishReason = FinishReason.NONE
-    stop_reason: str | int | None = None
-
-    def add(self, delta: TextDelta) -> None:
-        self.texts.append(delta.text)
-        self.token_ids += delta.token_ids
-        self.logprobs += delta.logprobs
-        if delta.prompt_logprobs is not None:
-            self.prompt_logprobs = delta.prompt_logprobs
-        self.finish_reason = delta.finish_reason
-        self.stop_reason = delta.stop_reason
 
 
 class AnswerFormat:
@@ -164,13 +143,13 @@ class AnswerFormat:
         receipts: Sequence[dict[str, Any]],
     ) -> bytes:
         """Return the answer of a request without streaming, from all of its deltas."""
-        collected = [Collected() for _ in range(self._num_choices)]
+        parts: list[list[TextDelta]] = [[] for _ in range(self._num_choices)]
         for delta in deltas:
-            collected[delta.choice].add(delta)
+            parts[delta.choice].append(delta)
         return _encode(
             self.whole(
                 object=self.object_name,
-                choices=[self._whole_choice(*one) for one in enumerate(collected)],
+                choices=[self._whole_choice(_joined(one)) for one in parts],
                 usage=self._usage(usage),
                 **self._named(),
                 **_receipts(receipts),
@@ -180,9 +159,9 @@ class AnswerFormat:
     def _plain_choice(self, index: int, text: str) -> Any:
         return self.chunk_choice(index, self.new_text(text), None, None)
 
-    def _whole_choice(self, index: int, answer: Collected) -> Any:
+    def _whole_choice(self, answer: TextDelta) -> Any:
         name = FINISH_NAMES[answer.finish_reason]
-        return self.choice(index, *self._content(index, answer), name, answer.stop_reason)
+        return self.choice(answer.choice, *self._content(answer), name, answer.stop_reason)
 
     def _named(self) -> dict[str, Any]:
         return {"id": self._head.id, "created": self._head.created, "model": self._head.model}
@@ -199,7 +178,7 @@ class AnswerFormat:
     def _logprobs(self, delta: TextDelta) -> Any:
         raise NotImplementedError
 
-    def _content(self, index: int, answer: Collected) -> tuple[Any, Any]:
+    def _content(self, answer: TextDelta) -> tuple[Any, Any]:
         """What a whole answer says, and its logprobs."""
         raise NotImplementedError
 
@@ -219,24 +198,19 @@ class ChatFormat(AnswerFormat):
         opening = bodies.DeltaBody("", "assistant")
         return bodies.ChatChunkChoice(delta.choice, opening, None, None)
 
-    def _logprobs(self, delta: TextDelta) -> bodies.ChatLogprobs:
-        return self._entries(delta.token_ids, delta.logprobs)
-
     def _content(
-        self, index: int, answer: Collected
+        self, answer: TextDelta
     ) -> tuple[bodies.AnswerMessage, bodies.ChatLogprobs | None]:
-        logprobs = self._entries(answer.token_ids, answer.logprobs) if self._has_logprobs else None
-        return bodies.AnswerMessage("assistant", "".join(answer.texts), None), logprobs
+        logprobs = self._logprobs(answer) if self._has_logprobs else None
+        return bodies.AnswerMessage("assistant", answer.text, None), logprobs
 
-    def _entries(
-        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
-    ) -> bodies.ChatLogprobs:
+    def _logprobs(self, delta: TextDelta) -> bodies.ChatLogprobs:
         content = [
             bodies.TokenLogprob(
                 *self._entry(token_id, entry.logprob),
                 [bodies.TopLogprob(*self._entry(*other)) for other in entry.top],
             )
-            for token_id, entry in zip(token_ids, logprobs, strict=True)
+            for token_id, entry in zip(delta.token_ids, delta.logprobs, strict=True)
         ]
         return bodies.ChatLogprobs(content, None)
 
@@ -283,19 +257,15 @@ class CompletionFormat(AnswerFormat):
     def _logprobs(self, delta: TextDelta) -> bodies.CompletionLogprobs:
         return self._columns[delta.choice].take(delta.token_ids, delta.logprobs)
 
-    def _content(
-        self, index: int, answer: Collected
-    ) -> tuple[str, bodies.CompletionLogprobs | None]:
-        text = "".join(answer.texts)
-        token_ids: list[int] = answer.token_ids
-        logprobs: list[TokenLogprobs] = answer.logprobs
+    def _content(self, answer: TextDelta) -> tuple[str, bodies.CompletionLogprobs | None]:
+        text, token_ids, logprobs = answer.text, answer.token_ids, answer.logprobs
         if self._echo is not None:
-            prompt_ids, prompt_text = self._echo[index]
+            prompt_ids, prompt_text = self._echo[answer.choice]
             text = prompt_text + text
             token_ids = [*prompt_ids, *token_ids]
             logprobs = [*(answer.prompt_logprobs or ()), *logprobs]
-        columns = self._columns[index].take(token_ids, logprobs) if self._has_logprobs else None
-        return text, columns
+        columns = self._columns[answer.choice]
+        return text, columns.take(token_ids, logprobs) if self._has_logprobs else None
 
 
 class _LogprobColumns:
@@ -330,6 +300,15 @@ class _LogprobColumns:
             top.setdefault(self._text.piece(other_id).completion_name, _number(logprob))
         top.setdefault(self._text.piece(token_id).completion_name, _number(entry.logprob))
         return top
+
+
+def _joined(deltas: Sequence[TextDelta]) -> TextDelta:
+    """Return a whole answer's deltas as one."""
+    first, last = deltas[0], deltas[-1]
+    text = "".join([delta.text for delta in deltas])
+    tokens = [token for delta in deltas for token in delta.tokens]
+    ends = last.finish_reason, last.stop_reason
+    return TextDelta(first.choice, text, tokens, *ends, first.prompt_logprobs)
 
 
 def _receipts(receipts: Sequence[dict[str, Any]]) -> dict[str, Any]:

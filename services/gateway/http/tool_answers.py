@@ -15,7 +15,7 @@ from services.gateway.front.answers import Choice, TextDelta, TokenCounts
 from services.gateway.front.chats import AnswerParser, ThoughtTokens, new_call_id, runs_calls
 from services.gateway.front.tool_fields import ToolUse
 from services.gateway.http import bodies
-from services.gateway.http.openai_answers import FINISH_NAMES, AnswerHead, ChatFormat, Collected
+from services.gateway.http.openai_answers import FINISH_NAMES, AnswerHead, ChatFormat
 from services.gateway.http.openai_forms import StreamOptions
 from services.gateway.text.text_model import TextModel
 from services.gateway.text.tool_calls import Said, ThoughtParser
@@ -97,9 +97,9 @@ class ToolChatFormat(ChatFormat):
 
     # --- whole bodies ---------------------------------------------------------------------------
 
-    def _whole_choice(self, index: int, answer: Collected) -> Any:
-        parser = self._parsers[index]
-        said = [*parser.feed("".join(answer.texts)), *parser.finish()]
+    def _whole_choice(self, answer: TextDelta) -> Any:
+        index, parser = answer.choice, self._parsers[answer.choice]
+        said = [*parser.feed(answer.text), *parser.finish()]
         self._note(index, said, answer.token_ids)
         thought = "".join(one.text for one in said if one.is_thought)
         text = "".join(one.text for one in said if one.call < 0 and not one.is_thought)
@@ -111,7 +111,7 @@ class ToolChatFormat(ChatFormat):
             tool_calls=calls or UNSET,
             reasoning_content=thought or UNSET,
         )
-        logprobs = self._entries(answer.token_ids, answer.logprobs) if self._has_logprobs else None
+        logprobs = self._logprobs(answer) if self._has_logprobs else None
         name = self._finish_name(answer.finish_reason, parser)
         return bodies.ChatChoice(index, message, logprobs, name, answer.stop_reason)
 
