@@ -240,7 +240,7 @@ class GatewayConfig(ServiceConfig):
     failover_wait_s: Annotated[float, AboveZero(60)] = 3.5
     """Longest silence of a request whose worker was lost, until another takes it or it fails."""
 
-    request_timeout_s: Annotated[float, Between(0)] = 600.0
+    request_timeout_s: Annotated[float, Between(0, 10**9)] = 600.0
     """Deadline of requests that bring none; 0 = none."""
 
     @property

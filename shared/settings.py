@@ -180,7 +180,7 @@ def _section(path: Path, name: str, content: Any) -> dict[str, Any]:
             raise _mistake(path, name, f"{key}:", _no_setting(name, key, known))
         try:
             values[key] = _value(key, known[key], value)
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:
             raise _mistake(path, name, key, str(error)) from None
     return values
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,10 +68,15 @@ class Access:
     ) -> aiohttp.ClientSession:
         """Return a session whose requests carry the key; waits for answers without a limit.
 
-        connector: options of aiohttp's. Raises InvalidRequest: a file for TLS is unusable.
+        connector: options of aiohttp's. Raises InvalidRequest: the key or a file is unusable.
         """
         import aiohttp
 
+        require(
+            re.fullmatch(r"[!-~]*", self.api_key) is not None,
+            "--api-key (PDMESH_API_KEY) must be visible ASCII characters, without an end of a line",
+            param="api_key",
+        )
         files = (self.tls_ca, self.tls_client_cert, self.tls_client_key)
         return aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_WITHIN_S),

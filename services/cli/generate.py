@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -21,7 +22,7 @@ from services.cli.client import (
 from services.cli.flags import require
 from services.cli.interrupts import run_interruptible
 from services.cli.receipt import receipt_table
-from shared.errors import WorkerLost
+from shared.errors import InvalidRequest, WorkerLost
 
 MAX_EVENT_BYTES = 4 << 20
 
@@ -109,7 +110,7 @@ async def stream_answer(
 
     body: a chat body if it has messages, else one of completions.
     Raises CannotRun: nothing listens there, or it is no gateway. GatewayRefused: its own words.
-    WorkerLost: the stream broke off.
+    WorkerLost: the stream broke off. InvalidRequest: the body is no JSON.
     """
     import aiohttp
 
@@ -117,11 +118,16 @@ async def stream_answer(
     request = {key: value for key, value in body.items() if value is not None}
     options = {"include_usage": True, "include_receipt": True}
     request |= {"stream": True, "stream_options": options}
+    try:
+        content = json.dumps(request, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError as error:  # bytes of another encoding, which came as surrogates, or a NaN
+        raise InvalidRequest(f"a prompt must be UTF-8, and a number a number ({error})") from None
+    headers = {"Content-Type": "application/json"}
     has_begun = False
     try:
         async with (
             gateway.access.session(read_bufsize=MAX_EVENT_BYTES) as session,
-            session.post(gateway.address(f"/v1/{path}"), json=request) as response,
+            session.post(gateway.address(f"/v1/{path}"), data=content, headers=headers) as response,
         ):
             if response.status != 200 or response.content_type != "text/event-stream":
                 raise refusal(gateway.url, response.status, await response.content.read(1 << 16))

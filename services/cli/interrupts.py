@@ -46,7 +46,10 @@ class Interrupts:
             else:
                 self.at_once()
 
-        for number in SIGNALS:
+        # Under nohup a terminal that goes away ends nothing.
+        is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        signals = SIGNALS[:2] if is_nohup else SIGNALS
+        for number in signals:
             loop.add_signal_handler(number, on_signal, number)
         try:
             await main()
@@ -56,7 +59,7 @@ class Interrupts:
                 raise
             return 128 + self.received[0]
         finally:
-            for number in SIGNALS:
+            for number in signals:
                 loop.remove_signal_handler(number)
 
 

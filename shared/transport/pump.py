@@ -170,7 +170,9 @@ class Pump:
             self._open()
             self._pump_until_stopped()
         except Exception as error:
-            self._report(_fail_future, self._started, TransferFailed(f"UCX failed: {error}"))
+            remedy = " (UCX needs a /tmp that can be written, whatever TMPDIR says)"
+            text = f"UCX failed: {error}{remedy if 'tmpfile' in str(error) else ''}"
+            self._report(_fail_future, self._started, TransferFailed(text))
             _logger.exception("the UCX pump failed")
         finally:
             self._finish()

@@ -23,6 +23,7 @@ from typing import IO
 import msgspec
 
 from shared.grammar import library, matcher
+from shared.runtime.child import our_code
 
 MAX_COMPILE_S = 0.5
 """Most processor time of one grammar: workers compile it once more, beside their steps."""
@@ -108,7 +109,8 @@ class GrammarProcess:
             if self._child is not None:
                 return self._child
             child = self._child = subprocess.Popen(
-                [sys.executable, "-m", __name__],
+                [sys.executable, "-P", "-m", __name__],
+                env={**os.environ, **our_code()},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 start_new_session=True,  # to be ended with its forks, and not by the terminal's ^C

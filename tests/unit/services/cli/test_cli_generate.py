@@ -21,7 +21,7 @@ from services.cli.generate import Answer, print_piece, stream_answer
 from services.cli.interrupts import Interrupts
 from services.cli.receipt import receipt_table
 from services.gateway.front.auth import KeyRing, hash_key
-from shared.errors import ModelError, WorkerLost
+from shared.errors import InvalidRequest, ModelError, WorkerLost
 from shared.telemetry.lifetime import Receipt
 from tests.support.scripted_mesh import ScriptedMesh, failing_after, http_gateway, saying
 
@@ -66,6 +66,20 @@ async def test_a_refusal_is_the_gateways_own_words(tmp_path: Path) -> None:
         with pytest.raises(GatewayRefused, match="max_tokens"):
             await said(url, {**HI, "max_tokens": -1}, access=Access(api_key="secret"))
         assert (await said(url, HI, access=Access(api_key="secret")))[0]
+
+
+@pytest.mark.parametrize("wrong", [{"prompt": "Gr\udcfc"}, {**HI, "temperature": float("nan")}])
+async def test_what_is_no_json_is_told_before_anybody_is_asked(wrong: dict[str, Any]) -> None:
+    """In words of what was given; the gateway could only name a byte of the body."""
+    with pytest.raises(InvalidRequest, match="must be UTF-8, and a number a number"):
+        await said("http://127.0.0.1:1", wrong)
+
+
+@pytest.mark.parametrize("key", ["secret\r", "two words", "ключ"])
+async def test_a_key_that_no_header_takes_is_told(key: str) -> None:
+    """Of a file with Windows' ends of lines, it made the gateway look like none."""
+    with pytest.raises(InvalidRequest, match="visible ASCII"):
+        await said("http://127.0.0.1:1", HI, access=Access(api_key=key))
 
 
 async def test_an_error_in_mid_stream_is_told() -> None:

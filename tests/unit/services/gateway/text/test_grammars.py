@@ -468,6 +468,18 @@ async def test_a_check_that_dies_ends_no_other() -> None:
         assert process._child is child  # pyright: ignore[reportPrivateUsage]
 
 
+def test_modules_of_our_names_in_the_working_directory_are_not_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gateway may be started where somebody keeps a package ``shared``."""
+    (tmp_path / "shared").mkdir()
+    for name in ("__init__", "grammar"):
+        (tmp_path / "shared" / f"{name}.py").touch()
+    monkeypatch.chdir(tmp_path)
+    with closing(GrammarProcess()) as process:
+        assert process.check('start: "a"').fault == ""
+
+
 @needs_library
 def test_a_process_that_dies_is_started_again() -> None:
     """Whoever asked is told; a closed one checks nothing."""
