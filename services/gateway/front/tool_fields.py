@@ -18,7 +18,7 @@ from services.gateway.text.grammars import Structure
 from services.gateway.text.schemas import moved, schema_fault
 from services.gateway.text.tool_families import Family
 
-MAX_TOOLS = 128
+MAX_TOOLS = 512
 NAME_PATTERN = r"[A-Za-z0-9_.-]{1,128}"
 """Anthropic's limit; OpenAI's is 64, which names of MCP's tools exceed."""
 

@@ -485,7 +485,7 @@ async def test_thinking_comes_apart_over_grpc() -> None:
     [
         ({"tools": [WEATHER, WEATHER]}, "tools[1].name"),
         ({"tools": [wire.Tool(name="a b")]}, "tools[0].name"),
-        ({"tools": [CLOCK] * 129}, "tools"),
+        ({"tools": [CLOCK] * 513}, "tools"),
         ({"tools": [wire.Tool(name="f", parameters="[1]")]}, "tools[0].parameters"),
         (
             {"tools": [wire.Tool(name="f", parameters='{"type": "string"}')]},

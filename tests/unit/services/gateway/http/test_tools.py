@@ -430,7 +430,7 @@ async def test_arguments_that_are_no_object_are_shown_as_they_were_written(
             {"tools": [{"function": {"name": "a", "parameters": {"type": "string"}}}]},
             "tools[0].function.parameters.type",
         ),
-        ({"tools": [CLOCK] * 129}, "tools"),
+        ({"tools": [CLOCK] * 513}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "sometimes", "tools": [CLOCK]}, "tool_choice"),
         (
