@@ -64,4 +64,7 @@ def size(count: int) -> str:
 
 
 def speed(gb_per_s: float) -> str:
-    return f"{gb_per_s:.1f} GB/s" if gb_per_s >= 1 else f"{gb_per_s * 1000:.0f} MB/s"
+    if gb_per_s >= 1:
+        return f"{gb_per_s:.1f} GB/s"
+    mb_per_s = gb_per_s * 1000
+    return f"{mb_per_s:.0f} MB/s" if mb_per_s >= 10 else f"{mb_per_s:.2g} MB/s"

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from services.cli.client import RunningGateway
 from services.cli.doctor.finding import Finding, absent, right, wrong
-from services.cli.words import uptime
+from services.cli.words import speed, uptime
 from shared.errors import MeshError
 from shared.lanes import STAGING, is_within_host
 from shared.version import VERSION
@@ -65,8 +65,8 @@ def judge_cluster(url: str, view: Mapping[str, Any]) -> list[Finding]:
 def _pair(pair: Mapping[str, Any], addresses: Mapping[str, str]) -> Finding:
     ends = [addresses.get(pair[role], pair[role]) for role in ("prefill", "decode")]
     lane, rate = str(pair["lane"]), pair["gb_per_s"]
-    speed = f", {rate['p50']:.2g} GB/s" if rate else ""
-    text = f"{ends[0]} → {ends[1]}: lane {lane or 'unknown'}{speed}"
+    rate_text = f", {speed(rate['p50'])}" if rate else ""
+    text = f"{ends[0]} → {ends[1]}: lane {lane or 'unknown'}{rate_text}"
     hosts = {end.rpartition(":")[0] for end in ends}
     if lane and len(hosts) == 1 and not is_within_host(lane):
         remedy = "both are on one host: give their containers one IPC namespace"

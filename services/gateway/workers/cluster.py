@@ -219,7 +219,8 @@ def recent_body(
     """Return the body: see ``RecentRequests`` of ``http/cluster_bodies.py``. started_at, now: loop
     time."""
     workers, expectations = members.table.workers, members.expectations
-    speeds = [speed for worker in workers for speed in worker.status.speeds.values() if speed > 0]
+    # What pushes on their way take of a link is left out of its speed: an idle one tells it.
+    speeds = [max(it.status.speeds.values()) for it in workers if it.status.speeds]
     return {
         "now_s": round(now - started_at, 6),
         "model": model,

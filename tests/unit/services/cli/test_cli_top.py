@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from services.cli import main
+from services.cli import main, words
 from services.cli.top_view import block_bar, frame, sparkline
 from tests.support.stub_gateway import PREFILL, StubGateway, a_view
 
@@ -35,6 +35,15 @@ def test_a_frame_tells_all_that_the_gateway_tells() -> None:
     assert any(line.startswith("decode 10.0.0.2:2 suspect") for line in lines)
     assert "10.0.0.1:1 → 10.0.0.2:2 sysv 9 3.0 MiB 8.2 GB/s 300 MB/s 1.0 ms 2.0 ms" in lines
     assert "00c0ffee00c0ffee 12,032 38% 3" in lines
+
+
+@pytest.mark.parametrize(
+    ("gb_per_s", "text"),
+    [(25.0, "25.0 GB/s"), (0.3, "300 MB/s"), (0.0025, "2.5 MB/s"), (0.0001, "0.1 MB/s")],
+)
+def test_a_slow_links_rate_is_not_none(gb_per_s: float, text: str) -> None:
+    """1 Mbit/s is 0.1 MB/s."""
+    assert words.speed(gb_per_s) == text
 
 
 @pytest.mark.parametrize("width", [80, 100, 120])
