@@ -126,7 +126,6 @@ class HttpDoor:
             Route(
                 *("POST", "/cluster/workers/{worker}/role", Policy.ROLES, self.change_role),
                 *(ClusterWorker, _ROLE),
-                needs_workers=True,
             ),
             Route("GET", "/openapi.json", Policy.KEY, self.openapi, "application/json"),
             Route("GET", "/v1/models", Policy.KEY, self.models, bodies.ModelList),
@@ -137,44 +136,34 @@ class HttpDoor:
             Route(
                 *("POST", "/v1/chat/completions", Policy.METERED, self.chat),
                 *(bodies.ChatCompletion, _CHAT, bodies.ChatCompletionChunk),
-                needs_workers=True,
             ),
             Route(
                 *("POST", "/v1/completions", Policy.METERED, self.completion),
                 *(bodies.Completion, _COMPLETION, bodies.CompletionChunk),
-                needs_workers=True,
             ),
             Route(
                 *("POST", "/v1/responses", Policy.METERED, self.respond),
                 *(ResponseBody, _RESPONSES, ResponseEvent),
-                ends_with_done=False,
-                needs_workers=True,
             ),
             Route(
                 *("POST", "/v1/responses/input_tokens", Policy.METERED, self.count_input),
                 *(InputCount, _RESPONSES),
-                needs_workers=True,
             ),
             Route(
                 *("POST", "/v1/messages", Policy.METERED, self.message),
                 *(MessageBody, _MESSAGES, NamedEvent),
-                ends_with_done=False,
-                needs_workers=True,
                 error=AnthropicError,
             ),
             Route(
                 *("POST", "/v1/messages/count_tokens", Policy.METERED, self.count_tokens),
                 *(InputTokens, _COUNT_TOKENS),
-                needs_workers=True,
                 error=AnthropicError,
             ),
             Route(
                 *("POST", "/tokenize", Policy.METERED, self.tokenize, bodies.Tokens, _TOKENIZE),
-                needs_workers=True,
             ),
             Route(
                 *("POST", "/detokenize", Policy.METERED, self.detokenize, bodies.Text, _DETOKENIZE),
-                needs_workers=True,
             ),
             *page_routes(),
         )

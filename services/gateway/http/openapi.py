@@ -17,6 +17,7 @@ import msgspec
 from services.gateway import limits
 from services.gateway.front.field_rules import Known
 from services.gateway.http import bodies
+from services.gateway.http.item_answers import NamedEvent
 from services.gateway.http.openai_forms import (
     OF_MESSAGES,
 )
@@ -258,7 +259,7 @@ def _error_statuses(route: Route) -> set[int]:
         statuses.add(403)
     if route.body is not None:
         statuses |= {413, 504}
-    if route.needs_workers:
+    if route.needs_workers or route.body is not None:
         statuses |= {404, 503}
     if "{" in route.path:
         statuses.add(404)
@@ -292,15 +293,16 @@ def _reference(struct: type[msgspec.Struct]) -> Schema:
 
 def _event(route: Route) -> Schema:
     assert route.event is not None
+    is_named = issubclass(route.event, NamedEvent)
     kinds = [_reference(route.event)]
-    if route.ends_with_done:
+    if not is_named:
         kinds.append(_reference(bodies.ErrorBody))
     data: Schema = {
         "type": "string",
         "contentMediaType": "application/json",
         "contentSchema": {"oneOf": kinds},
     }
-    if not route.ends_with_done:
+    if is_named:
         return {
             "type": "object",
             "description": "Named as its data says; the last one ends the answer, or tells what "

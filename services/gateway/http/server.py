@@ -75,8 +75,8 @@ class Route(NamedTuple):
 
     path: ``{name}`` stands for a part of it, ``{name:.+}`` for several. answer: a struct for JSON,
     else a media type. body: what parses it. event: of a stream, if the body may ask for one.
-    ends_with_done: whether such a stream's last event is [DONE]. needs_workers: no answer without
-    the model or the worker that it names. refusal: what a 503 says, if not an error. error: the
+    needs_workers: no answer without the model or the worker that it names, as of all that have a
+    body. refusal: what a 503 says, if not an error. error: the
     shape of its errors. is_polled: asked every second by who watches.
     """
 
@@ -87,7 +87,6 @@ class Route(NamedTuple):
     answer: type[msgspec.Struct] | str
     body: msgspec.json.Decoder[Any] | None = None
     event: type[msgspec.Struct] | None = None
-    ends_with_done: bool = True
     needs_workers: bool = False
     refusal: type[msgspec.Struct] | None = None
     error: type[ErrorBody | AnthropicError] = ErrorBody
