@@ -15,6 +15,13 @@ from shared.transfer.plan import Frame, FrameRule
 SLOWEST_BYTES_S = 128 << 10
 """What a link carries at least (1 Mbit/s): a frame that takes longer is lost."""
 
+SLOWER = 32.0
+"""So many times longer than those before it a frame may take. Where they crossed at once, one that
+is lost need not be waited for as over the slowest link."""
+
+LEAST_BYTES = 1 << 20
+"""A smaller frame takes as long as the way is, which says nothing of a larger one's bytes."""
+
 LONG_S, SHORT_S = 2.0, 1.0
 """Of a frame on its way: after longer ones fewer are sent at once, after shorter ones more."""
 
@@ -23,13 +30,22 @@ class Flow:
     """One direction of one link. rule: what its handshake agreed on. most: frames that may be on
     their way at once, never more than ``num_slots``. num_transfers: that share it."""
 
-    __slots__ = ("_moved_at", "_num_slots", "most", "num_in_flight", "num_transfers", "rule")
+    __slots__ = (
+        "_byte_s",
+        "_moved_at",
+        "_num_slots",
+        "most",
+        "num_in_flight",
+        "num_transfers",
+        "rule",
+    )
 
     def __init__(self, rule: FrameRule, num_slots: int) -> None:
         self.rule = rule
         self.most = self._num_slots = num_slots
         self.num_in_flight = self.num_transfers = 0
         self._moved_at = float("-inf")
+        self._byte_s = 1 / SLOWEST_BYTES_S
 
     @property
     def is_full(self) -> bool:
@@ -40,8 +56,10 @@ class Flow:
         """The transport is done with a frame."""
         self._moved_at = now
 
-    def crossed(self, took_s: float) -> None:
+    def crossed(self, num_bytes: int, took_s: float) -> None:
         """A frame has crossed, so long after it was sent."""
+        # What a slow one says is forgotten in some ten quick ones.
+        self._byte_s = max(took_s / max(num_bytes, LEAST_BYTES), 0.5 * self._byte_s)
         if took_s > LONG_S:
             self.most = max(1, self.most // 2)
         elif took_s < SHORT_S:
@@ -50,5 +68,6 @@ class Flow:
     def waits_until(self, since: float, patience_s: float, frames: Iterable[Frame]) -> float:
         """Return until when a transfer waits for those of its frames that are on their way.
         since: its last own progress."""
-        longest_s = max((it.num_bytes for it in frames), default=0) / SLOWEST_BYTES_S
-        return max(since, self._moved_at) + patience_s + longest_s
+        largest = max((it.num_bytes for it in frames), default=0)
+        byte_s = min(SLOWER * self._byte_s, 1 / SLOWEST_BYTES_S)
+        return max(since, self._moved_at) + patience_s + largest * byte_s

@@ -374,7 +374,7 @@ class Sender:
         self.flow.num_in_flight -= 1
         self.flow.moved(now)
         if error is None:
-            self.flow.crossed(now - sent_at)
+            self.flow.crossed(self._frames[frame_idx].num_bytes, now - sent_at)
             self._made_progress(now)
         elif self.state in (SenderState.PUSHING, SenderState.COMMITTING):
             self.gave_up(error, now)

@@ -448,6 +448,22 @@ def test_a_large_frame_has_the_time_that_a_slow_link_takes():
     assert isinstance(close, CloseLink)
 
 
+@pytest.mark.parametrize(("took_s", "more_s"), [(0.01, 1.0), (4.0, 8.0)])
+def test_a_lost_frame_is_waited_for_as_long_as_others_took(took_s, more_s):
+    """A large one has a moment more than a small one where those before it crossed at once, and
+    the slowest link's time once one of them took long."""
+    end = End(num_slots=1, rule=LARGE).granted(num_tokens=16)
+    for start in range(0, 16, 4):
+        end.span(start, start + 4, is_cached=True)
+    end.say(credit(12))
+    for frame_idx in range(11):
+        end.now += took_s if frame_idx == 10 else 0.01
+        end.settle(frame_idx)
+    assert end.later(9.9 + (more_s if more_s > 1 else 0)) == []
+    stopped, *_ = end.later(0.2 + more_s)
+    assert stopped.message.error.code == "stalled"
+
+
 def test_few_frames_are_on_their_way_over_a_slow_link():
     """Half as many after each that took more than 2 s, one more after each that took less than 1;
     the slots are another link's meanwhile."""
