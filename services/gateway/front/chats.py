@@ -65,7 +65,7 @@ async def asked_chat(
     model = front.model(model_name)
     if is_counted:
         model = replace(model, max_model_len=limits.INTEGERS["max_tokens"][1])
-    prompt = await front.chat_prompt(messages(), rendering)
+    prompt = await front.chat_prompt(messages(), rendering, caller, form.cache_salt)
     thinks = front.thinks and tells_thinking
     if thinks and form.structure is not None:
         form.structure = replace(form.structure, thought=prompt.thought)

@@ -209,7 +209,11 @@ class FrontDoor:
         return model
 
     async def chat_prompt(
-        self, messages: Sequence[Mapping[str, Any]], rendering: Rendering
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        rendering: Rendering,
+        caller: Caller,
+        cache_salt: bytes = b"",
     ) -> Prompt:
         """Render messages and tokenize them. Raises InvalidRequest, Overloaded."""
         if rendering.continue_final_message and rendering.add_generation_prompt:
@@ -232,7 +236,11 @@ class FrontDoor:
                 len(template), limits.MAX_TEMPLATE_CHARS, param="chat_template", what="characters"
             )
         rendered = await self.text.render(messages, rendering)
-        ids = await self.text.encode(rendered, add_special_tokens=rendering.add_special_tokens)
+        if rendering.add_special_tokens:
+            ids = await self.text.encode(rendered, add_special_tokens=True)
+        else:
+            owner = tenant_salt(caller.key, cache_salt, self._salt_key)
+            ids = await self.text.encode_chat(rendered, owner)
         end = rendered.rstrip()
         thought: Thought = "may"
         if end.endswith(ThoughtParser.BEGIN):

@@ -91,7 +91,7 @@ class Inference:
                     tools = tools_of(request.tools)
                     rendering = rendering_of(request.rendering, tools, add_special=special)
                     messages = messages_of(request.messages)
-                prompt = await self._front.chat_prompt(messages, rendering)
+                prompt = await self._front.chat_prompt(messages, rendering, call.caller)
                 ids: Sequence[int] = prompt.token_ids
             else:
                 require_of_messages(request, "rendering", "tools")

@@ -265,7 +265,8 @@ class HttpDoor:
             raise InvalidRequest("give either prompt or messages", param="prompt")
         if body.messages is not None:
             messages = messages_for_template(body.messages)
-            ids = (await self._front.chat_prompt(messages, body.rendering)).token_ids
+            prompt = await self._front.chat_prompt(messages, body.rendering, call.caller)
+            ids = prompt.token_ids
         else:
             ids = await text.encode(
                 body.prompt or "", add_special_tokens=body.add_special_tokens is not False

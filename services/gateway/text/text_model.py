@@ -25,6 +25,7 @@ from services.gateway.text.detokenizer import (
     WholeTexts,
 )
 from services.gateway.text.grammars import Grammars
+from services.gateway.text.turn_cache import TurnCache
 from shared.errors import InvalidRequest, ModelError, Overloaded
 from shared.model_folder import ModelFolder, SpecialTokens
 from shared.request import SamplingParams
@@ -89,6 +90,7 @@ class TextModel:
         )
         self.grammars = grammars or Grammars()
         self.grammars.marks = _marks(tokenizer)
+        self._turns = TurnCache(tokenizer, self.template or "")
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenize")
         self._num_offloaded = 0
 
@@ -117,9 +119,15 @@ class TextModel:
         """The chat template as it was written; None = there is none."""
         return None if self._chat_template is None else self._chat_template.source
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return the ids of a text. Raises Overloaded: too many large texts wait already."""
+    async def encode_chat(self, text: str, owner: bytes) -> list[int]:
+        """Return the ids of a rendered conversation; owner: see ``TurnCache.encode``. Raises
+        Overloaded: too many large texts wait already."""
+        if len(text) <= INLINE_CHARS:
+            return await self.encode(text, add_special_tokens=False)
+        return await self.offload(lambda: self._turns.encode(text, owner), len(text))
 
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Return the ids of a text, likewise."""
         (ids,) = await self.encode_all([text], add_special_tokens=add_special_tokens)
         return ids
 
