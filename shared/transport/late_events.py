@@ -24,10 +24,14 @@ _ENTRY_BYTES = 24
 
 
 def keep_what_closed() -> None:
-    """Have libuct free none of its objects. Load it first; a build that frees them in another way
-    stays as it is."""
-    nothing = ctypes.cast(ctypes.CDLL("libucs.so.0").ucs_empty_function, c_void_p)
-    for slot in _calls_of(ctypes.CDLL("libuct.so.0"), b"ucs_class_free"):
+    """Have libuct free none of its objects. Load it first; a build with other names, or that frees
+    them in another way, stays as it is."""
+    try:
+        libuct, libucs = ctypes.CDLL("libuct.so.0"), ctypes.CDLL("libucs.so.0")
+        nothing = ctypes.cast(libucs.ucs_empty_function, c_void_p)
+    except (OSError, AttributeError):
+        return
+    for slot in _calls_of(libuct, b"ucs_class_free"):
         # Where all calls are bound at the start, the page is read-only by now.
         page, writable = slot & -mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE
         if ctypes.CDLL(None).mprotect(c_void_p(page), c_size_t(mmap.PAGESIZE), writable) == 0:
