@@ -9,17 +9,21 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from services.gateway import limits
-from services.gateway.front.answers import Choice
+from services.gateway.front.answers import Choice, TextDelta
 from services.gateway.front.frontdoor import Caller, Form, FrontDoor, Prompt
 from services.gateway.front.tool_fields import NamedTool, ToolBody, ToolUse, size_of, tool_use
 from services.gateway.mesh import ServedModel
 from services.gateway.text.chat_template import Rendering
 from services.gateway.text.text_model import TextModel
-from services.gateway.text.tool_calls import ListParser, NamedParser, ThoughtParser, ToolParser
+from services.gateway.text.tool_calls import (
+    ListParser,
+    NamedParser,
+    Said,
+    ThoughtParser,
+    ToolParser,
+)
 from services.gateway.text.tool_families import PARSERS, SHOWS_SPECIAL_TOKENS
 from shared.request import FinishReason
-
-AnswerParser = ToolParser | ThoughtParser
 
 _FORMATS = ("response_format", "json_schema")
 """Fields that ask for JSON: as with OpenAI, of answers that call nothing."""
@@ -34,13 +38,13 @@ class AskedTools(NamedTuple):
 
 
 class AskedChat(NamedTuple):
-    """A chat, checked, rendered and tokenized. new_parser: None = an answer is nothing but text."""
+    """A chat, checked, rendered and tokenized. new_teller: makes one for each answer, None = they
+    are nothing but text."""
 
     model: ServedModel
     form: Form
-    use: ToolUse | None
     choices: list[Choice]
-    new_parser: Callable[[], AnswerParser] | None
+    new_teller: Callable[[], Teller] | None
 
 
 async def asked_chat(
@@ -71,15 +75,7 @@ async def asked_chat(
         form.structure = replace(form.structure, thought=prompt.thought)
     await front.structured(form)
     choices = front.choices(caller, model, [prompt], form)
-    return AskedChat(model, form, use, choices, _parser_maker(use, prompt, front, thinks=thinks))
-
-
-def runs_calls(use: ToolUse | None, reason: FinishReason, parser: AnswerParser) -> bool:
-    """Whether an answer ends for its calls to be run; OpenAI's word is ``stop`` where the one
-    function to call was named."""
-    is_named = use is not None and use.choice == "named"
-    has_calls = parser.num_calls and not parser.is_within_call
-    return bool(has_calls and reason is FinishReason.STOP and not is_named)
+    return AskedChat(model, form, choices, _teller_maker(use, prompt, front, thinks=thinks))
 
 
 def new_call_id(answer_id: str, choice: int, call: int) -> str:
@@ -88,22 +84,61 @@ def new_call_id(answer_id: str, choice: int, call: int) -> str:
     return hashlib.blake2b(seed, digest_size=5).hexdigest()[:9]
 
 
-class ThoughtTokens:
-    """How many of an answer's tokens are of its thinking, with the last mark, if it thinks."""
+class Teller:
+    """Tells one answer's thinking, text and calls apart. use: how it may call, None = not at all.
 
-    def __init__(self, text: TextModel) -> None:
+    thinks: whether it may. num_thought: tokens of its thinking so far, with the last mark.
+    """
+
+    def __init__(
+        self, parser: ToolParser | ThoughtParser, text: TextModel, use: ToolUse | None = None
+    ) -> None:
+        self._parser = parser
         self._text = text
-        self._said = ""
-        self.num = 0
+        self._use = use
+        self.thinks = isinstance(parser, ThoughtParser)
+        self._has_thought = False
+        self._num_first = 0  # tokens that are of the thinking, if there is any
+        self._tail = ""
 
-    def take(self, token_ids: Sequence[int]) -> None:
-        """Take the answer's next tokens."""
+    def take(self, delta: TextDelta) -> list[Said]:
+        """Return what the answer's next part says."""
+        said = self._parser.feed(delta.text)
+        if delta.finish_reason:
+            said += self._parser.finish()
+        if self.thinks:
+            self._has_thought = self._has_thought or any(one.is_thought for one in said)
+            self._count(delta.token_ids)
+        return said
+
+    @property
+    def num_thought(self) -> int:
+        return self._num_first if self._has_thought else 0
+
+    @property
+    def num_calls(self) -> int:
+        """Calls so far."""
+        return self._parser.num_calls
+
+    @property
+    def is_within_call(self) -> bool:
+        """See ``ToolParser``."""
+        return self._parser.is_within_call
+
+    def runs_calls(self, reason: FinishReason) -> bool:
+        """Whether the answer ends for its calls to be run; OpenAI's word is ``stop`` where the one
+        function to call was named."""
+        is_named = self._use is not None and self._use.choice == "named"
+        has_calls = self.num_calls > 0 and not self.is_within_call
+        return has_calls and reason is FinishReason.STOP and not is_named
+
+    def _count(self, token_ids: Sequence[int]) -> None:
         end = ThoughtParser.END
         for token_id in token_ids:
-            if end in self._said:
+            if end in self._tail:
                 return
-            self.num += 1
-            self._said = self._said[-len(end) :] + self._text.piece(token_id).text
+            self._num_first += 1
+            self._tail = self._tail[-len(end) :] + self._text.piece(token_id).text
 
 
 async def _used(asked: AskedTools, form: Form, front: FrontDoor) -> ToolUse | None:
@@ -145,22 +180,20 @@ def _hold_to(use: ToolUse, form: Form, front: FrontDoor) -> None:
         form.skip_special_tokens = False
 
 
-def _parser_maker(
+def _teller_maker(
     use: ToolUse | None, prompt: Prompt, front: FrontDoor, *, thinks: bool
-) -> Callable[[], AnswerParser] | None:
-    """Return what makes the parser of each of a chat's answers; None = they are text alone."""
+) -> Callable[[], Teller] | None:
     if use is None and not thinks:
         return None
     is_open = prompt.thought == "open"
 
-    def parser() -> AnswerParser:
-        after = None if use is None else _tool_parser(use, front)
-        if thinks:
-            return ThoughtParser(after, is_open=is_open)
-        assert after is not None
-        return after
+    def teller() -> Teller:
+        tools = None if use is None else _tool_parser(use, front)
+        parser = ThoughtParser(tools, is_open=is_open) if thinks else tools
+        assert parser is not None
+        return Teller(parser, front.text, use)
 
-    return parser
+    return teller
 
 
 def _tool_parser(use: ToolUse, front: FrontDoor) -> ToolParser:

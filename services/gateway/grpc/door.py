@@ -25,10 +25,9 @@ from services.gateway.front.calls import Call, recorded
 from services.gateway.front.chats import (
     AskedChat,
     AskedTools,
-    ThoughtTokens,
+    Teller,
     asked_chat,
     new_call_id,
-    runs_calls,
 )
 from services.gateway.front.frontdoor import Caller, FrontDoor, Prompt
 from services.gateway.grpc.forms import (
@@ -42,7 +41,6 @@ from services.gateway.grpc.forms import (
     tools_of,
 )
 from services.gateway.limits import SamplingForm
-from services.gateway.text.text_model import TextModel
 from shared import wire
 from shared.errors import DeadlinePassed, InvalidRequest, MeshError
 from shared.messages.columns import pack_f32, pack_u32
@@ -186,9 +184,7 @@ class Inference:
         note(Moment.PARSED, call.caller.request_id)
         asked = await self._asked(request, call.caller)
         form, choices = asked.form, asked.choices
-        parts = None
-        if asked.new_parser is not None:
-            parts = _Parts(asked, call.caller.request_id.hex(), self._front.text)
+        teller = None if asked.new_teller is None else asked.new_teller()
         async with open_answers(self._front.mesh, choices) as answers:
             call.answers = answers
             while deltas := await answers.next():
@@ -197,8 +193,8 @@ class Inference:
                     response = _response(delta, form.sampling)
                     if delta.finish_reason:
                         response.usage = wire.Usage(**answers.usage._asdict())
-                    if parts is not None:
-                        parts.tell(response, delta)
+                    if teller is not None:
+                        _tell_apart(teller, response, delta, call.caller.request_id.hex())
                     if (of_prompt := delta.prompt_logprobs) is not None:
                         tops = map(_top, of_prompt, choices[0].request.token_ids)
                         num = len(of_prompt) * (2 + (form.sampling.prompt_logprobs or 0))
@@ -245,7 +241,7 @@ class Inference:
             ids = await front.text.encode(request.text, add_special_tokens=True)
         await front.structured(form)
         choices = front.choices(caller, model, [Prompt(token_ids=tuple(ids))], form)
-        return AskedChat(model, form, None, choices, None)
+        return AskedChat(model, form, choices, None)
 
     async def _send(self, stream: GenerateStream, response: wire.GenerateResponse) -> None:
         try:
@@ -257,40 +253,27 @@ class Inference:
             ) from None
 
 
-class _Parts:
-    """Tells an answer's thinking, text and calls apart."""
-
-    def __init__(self, asked: AskedChat, answer_id: str, text: TextModel) -> None:
-        assert asked.new_parser is not None
-        self._parser = asked.new_parser()
-        self._use = asked.use
-        self._id = answer_id
-        self._thought = ThoughtTokens(text)
-        self._has_thought = False
-
-    def tell(self, response: wire.GenerateResponse, delta: TextDelta) -> None:
-        """Replace the text of a delta by what it says."""
-        said = self._parser.feed(delta.text)
-        if delta.finish_reason:
-            said += self._parser.finish()
-        self._thought.take(delta.token_ids)
-        self._has_thought = self._has_thought or any(one.is_thought for one in said)
-        response.reasoning = "".join(one.text for one in said if one.is_thought)
-        response.text = "".join(one.text for one in said if one.call < 0 and not one.is_thought)
-        response.tool_calls = [
-            wire.ToolCallPart(
-                index=one.call,
-                id=new_call_id(self._id, 0, one.call) if one.name else "",
-                name=one.name,
-                arguments=one.text,
-            )
-            for one in said
-            if one.call >= 0
-        ]
-        if response.usage is not None and self._has_thought:
-            response.usage.reasoning_tokens = self._thought.num
-        if runs_calls(self._use, delta.finish_reason, self._parser):
-            response.finish_reason = wire.FinishReason.TOOL_CALLS
+def _tell_apart(
+    teller: Teller, response: wire.GenerateResponse, delta: TextDelta, answer_id: str
+) -> None:
+    """Replace the text of a delta by what it says."""
+    said = teller.take(delta)
+    response.reasoning = "".join(one.text for one in said if one.is_thought)
+    response.text = "".join(one.text for one in said if one.call < 0 and not one.is_thought)
+    response.tool_calls = [
+        wire.ToolCallPart(
+            index=one.call,
+            id=new_call_id(answer_id, 0, one.call) if one.name else "",
+            name=one.name,
+            arguments=one.text,
+        )
+        for one in said
+        if one.call >= 0
+    ]
+    if response.usage is not None:
+        response.usage.reasoning_tokens = teller.num_thought
+    if teller.runs_calls(delta.finish_reason):
+        response.finish_reason = wire.FinishReason.TOOL_CALLS
 
 
 def _response(delta: TextDelta, sampling: SamplingForm) -> wire.GenerateResponse:

@@ -171,7 +171,7 @@ class MessagesFormat(ItemFormat):
         """Why the answer ends, and the stop string that did it."""
         if self.finish_reason is FinishReason.LENGTH:
             return "max_tokens", None
-        if self._parser.num_calls and not self._parser.is_within_call:
+        if self._teller.num_calls and not self._teller.is_within_call:
             return "tool_use", None
         if isinstance(self.stop_reason, str):
             return "stop_sequence", self.stop_reason

@@ -290,10 +290,10 @@ class HttpDoor:
         asked = await asked_of(self._front, request, call, body)
         head = head_of_answer(call, asked.model, "chatcmpl-")
         about = head, self._front.text, asked.choices, body.stream_options
-        if asked.new_parser is None:
+        if asked.new_teller is None:
             answer_format = ChatFormat(*about)
         else:
-            answer_format = ToolChatFormat(*about, new_parser=asked.new_parser, use=asked.use)
+            answer_format = ToolChatFormat(*about, new_teller=asked.new_teller)
         return await answered(self._front, request, call, body, asked.choices, answer_format)
 
     async def completion(self, request: HttpRequest, call: Call) -> Response | None:
@@ -320,7 +320,7 @@ class HttpDoor:
         answer_format = ResponsesFormat(
             head,
             self._front.text,
-            asked.new_parser,
+            asked.new_teller,
             response=response_before(head, body, asked.choices[0].request.sampling),
             seals=bool(getattr(body, "include", None)),
         )
@@ -331,7 +331,7 @@ class HttpDoor:
         body = await read_body(request, call, _MESSAGES)
         asked = await self._asked(request, call, body)
         head = head_of_answer(call, asked.model, "msg_")
-        answer_format = MessagesFormat(head, self._front.text, asked.new_parser)
+        answer_format = MessagesFormat(head, self._front.text, asked.new_teller)
         return await answered(self._front, request, call, body, asked.choices, answer_format)
 
     async def count_tokens(self, request: HttpRequest, call: Call) -> Response:

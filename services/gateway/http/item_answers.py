@@ -14,10 +14,10 @@ from typing import Any, Literal
 import msgspec
 
 from services.gateway.front.answers import TextDelta, TokenCounts
-from services.gateway.front.chats import AnswerParser, ThoughtTokens, new_call_id
+from services.gateway.front.chats import Teller, new_call_id
 from services.gateway.http.openai_answers import AnswerHead
 from services.gateway.text.text_model import TextModel
-from services.gateway.text.tool_calls import Said, TextParser, ThoughtParser
+from services.gateway.text.tool_calls import Said, TextParser
 from shared.errors import MeshError
 from shared.request import FinishReason
 
@@ -57,13 +57,11 @@ class ItemFormat:
     continuous_usage = False
 
     def __init__(
-        self, head: AnswerHead, text: TextModel, new_parser: Callable[[], AnswerParser] | None
+        self, head: AnswerHead, text: TextModel, new_teller: Callable[[], Teller] | None
     ) -> None:
         self._head = head
         self._text = text
-        self._parser: AnswerParser = TextParser({}) if new_parser is None else new_parser()
-        self._thinks = isinstance(self._parser, ThoughtParser)
-        self._thought = ThoughtTokens(text)
+        self._teller = Teller(TextParser({}), text) if new_teller is None else new_teller()
         self._blank = ""
         self._has_begun = False
         self.items: list[Item] = []
@@ -136,22 +134,18 @@ class ItemFormat:
     @property
     def num_thought_tokens(self) -> int:
         """Tokens of the thinking, with its last mark."""
-        return self._thought.num if any(item.kind == "thought" for item in self.items) else 0
+        return self._teller.num_thought
 
     def _taken(self, delta: TextDelta) -> list[Event]:
         """Take a delta and return what it changes."""
-        if self._thinks:
-            self._thought.take(delta.token_ids)
         events: list[Event] = []
-        for said in self._parser.feed(delta.text):
+        for said in self._teller.take(delta):
             events += self._said(said)
         if delta.finish_reason:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
-            for said in self._parser.finish():
-                events += self._said(said)
-            if self._blank and not self._parser.num_calls:
+            if self._blank and not self._teller.num_calls:
                 events += self._grown("text", Said(self._blank))
-            is_cut = delta.finish_reason is FinishReason.LENGTH or self._parser.is_within_call
+            is_cut = delta.finish_reason is FinishReason.LENGTH or self._teller.is_within_call
             events += self._closed(is_cut=is_cut)
         return events
 

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from services.gateway.front.answers import TokenCounts
-from services.gateway.front.chats import AnswerParser
+from services.gateway.front.chats import Teller
 from services.gateway.http.bodies import CompletionTokensDetails, Receipt
 from services.gateway.http.item_answers import Event, Item, ItemFormat, NamedEvent, encode
 from services.gateway.http.openai_answers import AnswerHead
@@ -131,12 +131,12 @@ class ResponsesFormat(ItemFormat):
         self,
         head: AnswerHead,
         text: TextModel,
-        new_parser: Callable[[], AnswerParser] | None,
+        new_teller: Callable[[], Teller] | None,
         *,
         response: ResponseBody,
         seals: bool,
     ) -> None:
-        super().__init__(head, text, new_parser)
+        super().__init__(head, text, new_teller)
         self._seals = seals
         self._response = response
         self._spaced = {

@@ -12,18 +12,16 @@ from typing import Any
 from msgspec import UNSET
 
 from services.gateway.front.answers import Choice, TextDelta, TokenCounts
-from services.gateway.front.chats import AnswerParser, ThoughtTokens, new_call_id, runs_calls
-from services.gateway.front.tool_fields import ToolUse
+from services.gateway.front.chats import Teller, new_call_id
 from services.gateway.http import bodies
 from services.gateway.http.openai_answers import FINISH_NAMES, AnswerHead, ChatFormat
 from services.gateway.http.openai_forms import StreamOptions
 from services.gateway.text.text_model import TextModel
-from services.gateway.text.tool_calls import Said, ThoughtParser
-from shared.request import FinishReason
+from services.gateway.text.tool_calls import Said
 
 
 class ToolChatFormat(ChatFormat):
-    """See the module. use: None = only thinking is told apart."""
+    """See the module."""
 
     def __init__(
         self,
@@ -32,24 +30,15 @@ class ToolChatFormat(ChatFormat):
         choices: Sequence[Choice],
         options: StreamOptions | None,
         *,
-        new_parser: Callable[[], AnswerParser],
-        use: ToolUse | None,
+        new_teller: Callable[[], Teller],
     ) -> None:
         super().__init__(head, text, choices, options)
-        self._use = use
-        self._parsers = [new_parser() for _ in choices]
-        self._thinks = isinstance(self._parsers[0], ThoughtParser)
-        self._thoughts: dict[int, ThoughtTokens] = {}
-        self._have_thought: set[int] = set()
+        self._tellers = [new_teller() for _ in choices]
 
     def chunks(self, delta: TextDelta, usage: TokenCounts | None) -> bytes:
-        choice, parser = delta.choice, self._parsers[delta.choice]
-        said = parser.feed(delta.text)
-        if delta.finish_reason:
-            said += parser.finish()
-        self._note(choice, said, delta.token_ids)
+        choice = delta.choice
+        deltas = [self._delta(choice, one) for one in self._tellers[choice].take(delta)]
         counts = None if usage is None else self._usage(usage)
-        deltas = [self._delta(choice, one) for one in said]
         events = b""
         if choice not in self._begun:
             self._begun.add(choice)
@@ -62,21 +51,14 @@ class ToolChatFormat(ChatFormat):
             events += self._event(bodies.ChatChunkChoice(choice, new, logprobs, None), counts)
             logprobs = None
         if delta.finish_reason:
-            name = self._finish_name(delta.finish_reason, parser)
+            name = self._finish_name(delta)
             end = bodies.ChatChunkChoice(choice, bodies.DeltaBody(), None, name, delta.stop_reason)
             events += self._event(end, counts)
         return events
 
-    def _note(self, choice: int, said: Sequence[Said], token_ids: Sequence[int]) -> None:
-        """Note what an answer thought; token_ids: those that are new."""
-        if self._thinks:
-            self._thoughts.setdefault(choice, ThoughtTokens(self._text)).take(token_ids)
-            if any(one.is_thought for one in said):
-                self._have_thought.add(choice)
-
     def _usage(self, counts: TokenCounts) -> bodies.UsageBody:
-        num = sum(self._thoughts[choice].num for choice in self._have_thought)
-        return bodies.UsageBody.of(counts, num if self._thinks else None)
+        num = sum(teller.num_thought for teller in self._tellers)
+        return bodies.UsageBody.of(counts, num if self._tellers[0].thinks else None)
 
     def _delta(self, choice: int, said: Said) -> bodies.DeltaBody:
         if said.is_thought:
@@ -92,15 +74,17 @@ class ToolChatFormat(ChatFormat):
     def _new_id(self, choice: int, call: int) -> str:
         return new_call_id(self._head.id, choice, call)
 
-    def _finish_name(self, reason: FinishReason, parser: AnswerParser) -> bodies.FinishName:
-        return "tool_calls" if runs_calls(self._use, reason, parser) else FINISH_NAMES[reason]
+    def _finish_name(self, last: TextDelta) -> bodies.FinishName:
+        reason = last.finish_reason
+        return (
+            "tool_calls" if self._tellers[last.choice].runs_calls(reason) else FINISH_NAMES[reason]
+        )
 
     # --- whole bodies ---------------------------------------------------------------------------
 
     def _whole_choice(self, answer: TextDelta) -> Any:
-        index, parser = answer.choice, self._parsers[answer.choice]
-        said = [*parser.feed(answer.text), *parser.finish()]
-        self._note(index, said, answer.token_ids)
+        index = answer.choice
+        said = self._tellers[index].take(answer)
         thought = "".join(one.text for one in said if one.is_thought)
         text = "".join(one.text for one in said if one.call < 0 and not one.is_thought)
         calls = _whole_calls(said, lambda call: self._new_id(index, call))
@@ -112,8 +96,9 @@ class ToolChatFormat(ChatFormat):
             reasoning_content=thought or UNSET,
         )
         logprobs = self._logprobs(answer) if self._has_logprobs else None
-        name = self._finish_name(answer.finish_reason, parser)
-        return bodies.ChatChoice(index, message, logprobs, name, answer.stop_reason)
+        return bodies.ChatChoice(
+            index, message, logprobs, self._finish_name(answer), answer.stop_reason
+        )
 
 
 def _whole_calls(said: Sequence[Said], new_id: Callable[[int], str]) -> list[bodies.CallBody]:
