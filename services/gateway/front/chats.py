@@ -67,9 +67,9 @@ async def asked_chat(
     """
     use = await _used(asked, form, front)
     model = front.model(model_name)
-    if is_counted:
-        model = replace(model, max_model_len=limits.INTEGERS["max_tokens"][1])
     prompt = await front.chat_prompt(messages(), rendering, caller, form.cache_salt)
+    if is_counted and len(prompt.token_ids) >= model.max_model_len:
+        model = replace(model, max_model_len=model.max_model_len + len(prompt.token_ids))
     thinks = front.thinks and tells_thinking
     if thinks and form.structure is not None:
         form.structure = replace(form.structure, thought=prompt.thought)
