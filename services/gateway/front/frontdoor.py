@@ -239,7 +239,7 @@ class FrontDoor:
         if rendering.add_special_tokens:
             ids = await self.text.encode(rendered, add_special_tokens=True)
         else:
-            owner = tenant_salt(caller.key, cache_salt, self._salt_key)
+            owner = b"/".join((caller.key.cache_salt, cache_salt))  # a salt has no slash
             ids = await self.text.encode_chat(rendered, owner)
         end = rendered.rstrip()
         thought: Thought = "may"

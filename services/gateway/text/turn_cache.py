@@ -46,11 +46,11 @@ class TurnCache:
     def encode(self, text: str, owner: bytes) -> list[int]:
         """Return the ids of a text, without a template's special tokens.
 
-        owner: at most 64 bytes; nobody else's pieces make it quicker, for that would tell what they
+        owner: without a zero; nobody else's pieces make it quicker, for that would tell what they
         wrote.
         """
         pieces = self._pieces(text)
-        keys = [blake2b(it.encode(), key=owner, digest_size=16).digest() for it in pieces]
+        keys = [blake2b(owner + b"\0" + it.encode(), digest_size=16).digest() for it in pieces]
         with self._lock:
             known = {key: self._kept[key] for key in keys if key in self._kept}
             for key in known:

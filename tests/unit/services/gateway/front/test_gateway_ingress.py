@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from services.gateway.front.auth import KeyRing, hash_key
+from services.gateway.front.auth import NOBODY, KeyRing, hash_key
 from services.gateway.front.frontdoor import FrontDoor
 from services.gateway.grpc.door import Inference
+from services.gateway.text.chat_template import Rendering
 from shared import wire
 from shared.errors import (
     DeadlinePassed,
@@ -24,8 +26,9 @@ from shared.errors import (
     Unauthorized,
     WorkerLost,
 )
+from shared.grammar import matcher
 from shared.messages.columns import pack_u32, unpack_f32, unpack_u32
-from tests.support.grammars import needs_library
+from tests.support.grammars import byte_tokenizer_once, needs_library
 from tests.support.scripted_mesh import ScriptedMesh, failing_after, front_door, saying
 from tests.support.tiny_tokenizer import tiny_text_model, tiny_tokenizer
 
@@ -454,6 +457,26 @@ async def test_calls_that_must_come_over_grpc() -> None:
     assert stream.sent[-1].finish_reason == wire.FinishReason.STOP
 
 
+@needs_library
+async def test_a_schema_is_of_answers_that_call_nothing_over_grpc() -> None:
+    """As response_format over HTTP: an answer is a call, or JSON of the schema; other structures
+    do not go with calls that must come."""
+    schema = wire.GenerateParams(json_schema='{"type": "integer"}')
+    for answer, calls in ((CALL, 1), ("42", 0)):
+        mesh = ScriptedMesh(saying(answer))
+        front = front_door(mesh, text=tiny_text_model(TOOL_TEMPLATE))
+        request = wire.GenerateRequest(messages=ASK, tools=[WEATHER], params=schema)
+        stream = await generate(front, request)
+        assert len(calls_of(stream)) == calls
+        grammar = mesh.requests[0].sampling.grammar
+        assert grammar is not None
+        state = matcher(byte_tokenizer_once(), grammar)
+        assert state.try_consume_tokens(list(answer.encode())) == len(answer)
+    digits = wire.GenerateParams(regex="[0-9]+")
+    with pytest.raises(InvalidRequest, match="does not go with calls"):
+        await chat("1", tools=[WEATHER], tool_choice="required", params=digits)
+
+
 async def test_a_conversation_with_calls_over_grpc() -> None:
     """Thinking, calls and results of earlier turns are the template's to show."""
     called = wire.ToolCall(id="c1", name="weather", arguments='{"city": "Oslo"}')
@@ -512,6 +535,28 @@ async def test_tools_that_are_refused_name_the_field(fields: dict[str, Any], par
         await chat("x", **fields)
     assert caught.value.param == param
     assert "function" not in caught.value.message.split(": ")[0]
+
+
+async def test_a_turn_is_quicker_for_its_own_tenant_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for a prompt to be tokenized must not learn what others wrote."""
+    owners: list[bytes] = []
+    front = front_door(ScriptedMesh())
+    encode = front.text._turns.encode
+
+    def noted(text: str, owner: bytes) -> list[int]:
+        owners.append(owner)
+        return encode(text, owner)
+
+    monkeypatch.setattr(front.text._turns, "encode", noted)
+    talk = [{"role": "user", "content": "the end " * 1000}]
+    caller = front.new_caller("", {})
+    try:
+        for key in (NOBODY, replace(NOBODY, cache_salt=b"a"), replace(NOBODY, cache_salt=b"b")):
+            for salt in (b"", b"a"):
+                await front.chat_prompt(talk, Rendering(), replace(caller, key=key), salt)
+    finally:
+        front.text.close()
+    assert len(set(owners)) == len(owners) == 6
 
 
 async def test_tools_are_tokenized_with_their_messages() -> None:
