@@ -250,6 +250,7 @@ class Receiver:
         self._flow.moved(now)
         if self.state in _LIVE and error is None:
             self._machine.step(ReceiverEvent.FRAME_ARRIVED)
+            # At most: the source may have computed meanwhile.
             self._flow.crossed(self._frames[frame_idx].num_bytes, now - self._progress_at)
             self._progress_at = now
             self._placing[frame_idx] = slot

@@ -56,6 +56,9 @@ RULE = FrameRule(
     group_bytes=1,
     max_frame_bytes=64 + 64,
 )
+LARGE = FrameRule(
+    layout=KvLayout(dtype="uint8", num_layers=3, num_kv_heads=1, head_dim=1 << 17), group_bytes=1
+)
 GONE = WorkerLost("gone")
 BAD = TransferFailed("damaged", code="frame_digest")
 
@@ -63,7 +66,7 @@ BAD = TransferFailed("damaged", code="frame_digest")
 class End:
     """All receivers of one process, with time in its hand."""
 
-    def __init__(self, num_slots: int = 8, **options: Any) -> None:
+    def __init__(self, num_slots: int = 8, rule: FrameRule = RULE, **options: Any) -> None:
         rng = random.Random(1)
         self.core = Receivers(
             num_slots=num_slots,
@@ -71,7 +74,7 @@ class End:
             random_bytes=rng.randbytes,
             **options,
         )
-        self.core.link_up(LINK, US, RULE)
+        self.core.link_up(LINK, US, rule)
         self.now = 100.0
         self.id = TransferId(b"")
         self.tag_base = 0
@@ -122,6 +125,19 @@ class End:
 def kinds(effects: list[Any]) -> list[str]:
     """Names of effects; for replies the name of the message."""
     return [type(e.message if isinstance(e, SendReply) else e).__name__ for e in effects]
+
+
+@pytest.mark.parametrize(("took_s", "more_s"), [(0.01, 1.0), (4.0, 8.0)])
+def test_a_lost_frame_is_waited_for_as_long_as_others_took(took_s, more_s):
+    """As at the source: a moment more than a small one, or what the slowest link takes."""
+    end = End(rule=LARGE).granted(num_tokens=16)
+    for start in range(0, 16, 4):
+        end.say(Span(end.id, start, start + 4))
+    for frame_idx in range(11):
+        end.now += took_s if frame_idx == 10 else 0.01
+        end.come(frame_idx)
+    assert end.later(29.9 + (more_s if more_s > 1 else 0)) == []
+    assert end.later(1.2) != []
 
 
 def test_a_whole_transfer():
