@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any, Literal, NamedTuple, get_type_hints
 
 from shared.address import is_host
+from shared.object_reference import is_reference
 
 RoutingPolicyName = Literal[
     "conductor", "local", "least_loaded", "round_robin", "random", "splitwise", "p2c", "hash"
@@ -46,15 +47,18 @@ class AboveZero(NamedTuple):
 
 
 class OneOf:
-    """What a word may be."""
+    """What a word may be. own: what else, in words: an object of a package outside this one."""
 
-    def __init__(self, *words: str) -> None:
+    def __init__(self, *words: str, own: str = "") -> None:
         self.words = words
+        self.own = own
 
     def why_wrong(self, value: Any) -> str:
         """See Between."""
-        *most, last = self.words
-        return "" if value in self.words else f"must be {', '.join(most)} or {last}"
+        if value in self.words or (self.own and is_reference(value)):
+            return ""
+        *most, last = (*self.words, self.own) if self.own else self.words
+        return f"must be {', '.join(most)} or {last}"
 
 
 class Host:

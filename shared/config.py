@@ -138,10 +138,13 @@ class GatewayConfig(ServiceConfig):
     model_name: str = ""
     """Name that clients use; default: the folder's name."""
 
-    policy: Annotated[str, OneOf(*get_args(RoutingPolicyName))] = "conductor"
+    policy: Annotated[str, OneOf(*get_args(RoutingPolicyName), own="package.module:Class")] = (
+        "conductor"
+    )
     """Routing policy: conductor (the least predicted time to token 1, by whose cache has the
     prompt's beginning or can send it), local (likewise, nothing sent), least_loaded, round_robin,
-    random, splitwise, p2c (the better of two random ones), hash (like beginnings together)."""
+    random, splitwise, p2c (the better of two random ones), hash (like beginnings together), or
+    package.module:Class, one of your own (docs/add-a-routing-policy.md)."""
 
     index_memory_mib: Annotated[int, Between(1, 1 << 16)] = 256
     """With conductor or local: most memory for the index of who has which prefix; 24 bytes for each
@@ -310,9 +313,10 @@ class WorkerConfig(ServiceConfig):
     """Pair with workers on other hosts: KV crosses the network in the clear (UCX does not encrypt),
     which is right on a private fabric alone."""
 
-    engine: Annotated[str, OneOf("torch", "vllm", "fake")] = "torch"
+    engine: Annotated[str, OneOf("torch", "vllm", "fake", own="package.module:load")] = "torch"
     """torch: our own, for four families; vllm: all that vLLM computes by attention (docs/vllm.md);
-    fake: exact and deterministic without weights, for tests and for trying things out."""
+    fake: exact and deterministic without weights, for tests and for trying things out; or
+    package.module:load, one of your own (docs/add-an-engine.md)."""
 
     vllm_args: str = ""
     """vLLM's own arguments, for what is no setting here: key=value with spaces between them, as

@@ -14,6 +14,7 @@ from services.cli.client import LOCAL_GATEWAY, RunningGateway
 from services.cli.sources import PLAIN
 from services.cli.words import print_json
 from services.gateway.core.decision_record import replay as decide_again
+from services.gateway.own_policy import load_policy
 from services.planner.rows import read_text
 from shared.errors import InvalidRequest
 from shared.runtime.service import EXIT_FAILED, EXIT_OK
@@ -62,6 +63,7 @@ def explain(
     is_same = True
     if replay:
         for decision in told["decisions"]:
+            load_policy(decision.get("policy", ""))
             again = decide_again(decision)
             is_same = is_same and not again.differences
             verdict = "; ".join(again.differences) or "the same pair, from the same scores"

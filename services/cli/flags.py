@@ -18,6 +18,7 @@ from cyclopts import Group, Parameter, Token
 
 from services.gateway.front.auth import read_keys
 from services.gateway.front.quota import KeyLimits
+from services.gateway.own_policy import load_policy
 from shared import config
 from shared.address import parse_address
 from shared.config import (
@@ -30,6 +31,7 @@ from shared.config import (
 from shared.engine.vllm.release import release
 from shared.engine.vllm.settings import read_arguments, require_effect
 from shared.errors import InvalidRequest, MeshError
+from shared.object_reference import is_reference, load_object
 from shared.quantity import read_quantity, unit_of
 from shared.rpc.tls import MeshTls, TlsFiles, server_context
 
@@ -173,8 +175,9 @@ def require_free_ports(gateway: GatewayConfig, *, http_flag: str = "--http-port"
 
 
 def require_door_files(config: GatewayConfig) -> None:
-    """Raise InvalidRequest if a file of API keys or for TLS is unusable."""
+    """Raise InvalidRequest if a file of keys or for TLS, or a policy of one's own, is unusable."""
     MeshTls.of(config)
+    load_policy(config.policy)
     if config.api_keys is not None:
         read_keys(config.api_keys, KeyLimits())
     files = TlsFiles.given(config.tls_cert, config.tls_key, config.tls_client_ca)
@@ -185,8 +188,11 @@ def require_door_files(config: GatewayConfig) -> None:
 def require_worker_modules(config: WorkerConfig) -> None:
     """Raise CannotRun, with the command that helps, if this is an installation for gateways, and
     InvalidRequest for settings that no worker on vLLM would take."""
-    wanted = _WORKER_MODULES if config.engine == "fake" else (*_TORCH_MODULES, *_WORKER_MODULES)
+    needs_torch = config.engine in ("torch", "vllm")
+    wanted = (*_TORCH_MODULES, *_WORKER_MODULES) if needs_torch else _WORKER_MODULES
     missing = [module for module in wanted if find_spec(module) is None]
+    if is_reference(config.engine):
+        load_object(config.engine, "--engine")
     if config.engine == "vllm":
         require_effect(config)
         read_arguments(config.vllm_args)

@@ -79,8 +79,9 @@ class UpConfig:
     """Workers that may be either, in place of all others: half of them begin as prefill workers,
     and each does the other role's work, too, while the mesh needs it (--policy splitwise)."""
 
-    policy: Annotated[RoutingPolicyName | None, _MESH] = None
-    """How a request's pair of workers is chosen."""
+    policy: Annotated[RoutingPolicyName | str | None, _MESH] = None
+    """How a request's pair of workers is chosen (docs/routing.md); package.module:Class is one of
+    your own."""
 
     max_workers: Annotated[int | None, _MESH, Parameter(show_default="as many as it starts")] = None
     """With --planner act: most workers of all roles; this machine is divided among so many."""
@@ -117,6 +118,12 @@ _SETTINGS: Final = {
 """The services' settings that are flags of up, too, in their words."""
 
 
+def _words(rule: OneOf) -> Any:
+    """Return the type of a flag: its words are offered, and checked unless there are more."""
+    words = Literal[rule.words]
+    return words | str if rule.own else words
+
+
 def _with_settings() -> type[UpConfig]:
     """Return the record with a field for each of these, and with what a flag that is not given
     comes down to."""
@@ -129,7 +136,7 @@ def _with_settings() -> type[UpConfig]:
     for group, names in _SETTINGS.items():
         for name in names.split():
             rule, kind = rules.get(name), types[name]
-            hint = Literal[rule.words] if isinstance(rule, OneOf) else kind
+            hint = _words(rule) if isinstance(rule, OneOf) else kind
             said = Parameter(help=texts[name], converter=flag_converter(name, kind))
             hints[name] = Annotated[hint | None, group, said]  # type: ignore[valid-type]
     for name, hint in hints.items():

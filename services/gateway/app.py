@@ -22,6 +22,7 @@ from services.gateway.front.frontdoor import ClientMetrics, FrontDoor
 from services.gateway.front.quota import KeyLimits
 from services.gateway.grpc.door import Inference
 from services.gateway.http.door import serve_http, serve_metrics
+from services.gateway.own_policy import load_policy
 from services.gateway.text.text_model import TextModel
 from services.gateway.workers.answer_metrics import AnswerMetrics
 from services.gateway.workers.generation import GatewayMesh
@@ -77,9 +78,10 @@ class Gateway:
         if the drain limit came first.
 
         ready: called once, when all doors are open.
-        Raises OSError: a port is in use. InvalidRequest: the file of API keys or tenants, or one
-        for TLS, is unusable."""
+        Raises OSError: a port is in use. InvalidRequest: the file of API keys or tenants, one for
+        TLS, or a policy of one's own is unusable."""
         config, platform = self.config, self.platform
+        load_policy(config.policy)
         async with contextlib.AsyncExitStack() as stack:
             tracer = await stack.enter_async_context(tracing("pdmesh-gateway", self.incarnation))
             mesh_network = platform.mesh_network("gateway", self.incarnation)

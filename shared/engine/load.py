@@ -28,6 +28,7 @@ from shared.engine.native.build import (
     unsupported,
 )
 from shared.model_folder import ModelFolder, resolve_model
+from shared.object_reference import is_reference, load_object
 
 _log = structlog.get_logger(__name__)
 
@@ -46,6 +47,8 @@ def load_engine(config: WorkerConfig, begins: Callable[[str], None] = lambda _: 
         return _fake(config, ModelFolder(folder))
     if config.engine == "vllm":
         return _vllm(config, folder, begins)
+    if is_reference(config.engine):
+        return load_object(config.engine, "--engine")(folder, config)
     begins("importing torch")
     from shared.engine.device_memory import MemoryNeeds
     from shared.engine.native import library

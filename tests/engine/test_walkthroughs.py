@@ -1,4 +1,5 @@
-"""What the pages on adding a model family and a routing policy tell to write, works as written."""
+"""What the pages on adding an engine, a model family and a routing policy tell to write, works as
+written."""
 
 from __future__ import annotations
 
@@ -14,9 +15,11 @@ transformers = pytest.importorskip("transformers")
 
 from services.gateway.core import routing  # noqa: E402
 from services.gateway.core.worker import Role  # noqa: E402
+from shared.config import DecodeConfig  # noqa: E402
 from shared.engine.models import registry  # noqa: E402
 from shared.engine.torch_engine import TorchEngine  # noqa: E402
 from shared.ids import Incarnation  # noqa: E402
+from shared.model_folder import DEMO_FOLDER  # noqa: E402
 from tests.support import checkpoints  # noqa: E402
 from tests.support.engine_driver import Driver, greedy  # noqa: E402
 from tests.support.pages import blocks_of  # noqa: E402
@@ -52,6 +55,22 @@ def test_the_policy_of_the_page_passes_the_test_of_the_page(
     names["POLICIES"] = {"p2c": routing.LeastLoaded}
     with pytest.raises(AssertionError):
         names["test_p2c_takes_the_less_loaded_of_two"]()
+
+
+def test_the_engine_of_the_page_passes_the_test_of_the_page() -> None:
+    """As printed; and an engine that loses what it is sent does not pass."""
+    page = "add-an-engine.md"
+    written: dict[str, Any] = {}
+    exec(code_of(page, '"""The next token is the sum'), written)
+    engine, other, deaf = [
+        written["load"](DEMO_FOLDER, DecodeConfig(num_blocks=60)) for _ in range(3)
+    ]
+    names: dict[str, Any] = {"Driver": Driver, "greedy": greedy}
+    exec(code_of(page, "def test_it_is_one"), names)
+    names["test_it_is_one_function"](engine, other)
+    deaf.scatter = lambda *_: None
+    with pytest.raises(AssertionError):
+        names["test_it_is_one_function"](engine, deaf)
 
 
 def test_the_family_of_the_page_answers_as_transformers_does(

@@ -16,6 +16,7 @@ from services.cli.bench.workload import BLOCK_TOKENS, Ask, Fit, Load, Source, pl
 from services.cli.plan.times_flags import TimesFlags, read_slo
 from services.cli.plan.view import require_ranges
 from services.gateway.core.routing import POLICIES
+from services.gateway.own_policy import load_policy
 from services.planner.core.bounds import (
     AskedLengths,
     WorkerBound,
@@ -107,7 +108,8 @@ class SimFlags:
 
     def check(self) -> None:
         """Raise InvalidRequest, with what is allowed."""
-        known = f"one of {', '.join(POLICIES)}, not {self.policy!r}"
+        load_policy(self.policy)
+        known = f"one of {', '.join(POLICIES)} or package.module:Class, not {self.policy!r}"
         require_ranges(
             ("--num-requests", 1 <= self.num_requests <= MOST_REQUESTS, f"1..{MOST_REQUESTS}"),
             ("--block-size", 1 <= self.block_size <= 4096, "1..4096"),

@@ -23,6 +23,7 @@ from services.cli.plan.view import progress, require_ranges, require_writable
 from services.cli.sources import JsonFlag
 from services.cli.words import plain_console, plain_table, print_json, print_lines
 from services.gateway.core.routing import POLICIES
+from services.gateway.own_policy import load_policy
 from services.planner.core.kv_size import kv_of_bytes, read_link
 from services.planner.core.mesh_text import MeshPart, MeshShape, Unit, read_mesh
 from services.planner.core.replay import (
@@ -95,7 +96,8 @@ class VerifyFlags:
     def check(self) -> None:
         """Raise InvalidRequest, with what is allowed."""
         self.times.check()
-        known = f"one of {', '.join(POLICIES)}, not {self.policy!r}"
+        load_policy(self.policy or "")
+        known = f"one of {', '.join(POLICIES)} or package.module:Class, not {self.policy!r}"
         is_some = 0 <= self.batch_tokens <= 1 << 24
         require_ranges(
             ("--policy", self.policy is None or self.policy in POLICIES, known),
@@ -250,6 +252,8 @@ def _felt(answer: SimAnswer, was: SeenRequest, door_s: float) -> SeenRequest:
 def _setting(seen: SeenTraffic, flags: VerifyFlags) -> tuple[MeshShape, MeshSetting, list[str]]:
     """The mesh as it stands, or as the flags say; and what is to be said of it."""
     mesh, notes = seen.mesh, _notes(seen)
+    policy = flags.policy or (mesh.policy if mesh is not None else "least_loaded")
+    load_policy(policy)
     workers = [] if mesh is None else [it for it in mesh.workers if not it.draining]
     if flags.mesh is not None:
         shape = read_mesh(flags.mesh)
@@ -298,7 +302,7 @@ def _setting(seen: SeenTraffic, flags: VerifyFlags) -> tuple[MeshShape, MeshSett
             kv=kv,
             slo=flags.slo,
             target=1.0,
-            policy=flags.policy or (mesh.policy if mesh is not None else "least_loaded"),
+            policy=policy,
             block_size=answering[0].block_size if answering else 16,
             token_budget=0 if shape.num_of("M") or not computing else computing[0].step_tokens,
             max_running=256,

@@ -31,6 +31,7 @@ from services.gateway.core.sides import (
     Sides,
 )
 from services.gateway.core.worker import Worker, WorkerView
+from shared.errors import InvariantViolated
 from shared.ids import Incarnation
 from shared.kv.prefix_hash import UNIT
 from shared.transfer.orders import PrefixAt
@@ -242,6 +243,8 @@ def route(
     scores = policy.scores(request, sides)
     seen = Seen(request, random, policy.memory, sides.views())
     places = prefill, decode = policy.choose(request, sides, scores, random)
+    if not sides.decodes[decode].bit & sides.partners[prefill]:
+        raise InvariantViolated(f"policy {policy.name} chose {places}, which are no pair")
     return RouteDecision(
         policy=policy.name,
         places=places,

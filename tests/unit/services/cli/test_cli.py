@@ -138,7 +138,7 @@ FREE_PORTS = "gateway --http-port 0 --grpc-port 0 --mesh-port 0"
         ("up --prefill two", "--prefill", 2),
         ("up --prefill 0", "--prefill must be 1..64", 2),
         ("up --port 70000", "--port must be a port", 2),
-        ("up --engine steam", '"torch", "vllm", "fake"', 2),
+        ("up --engine steam", "torch, vllm, fake or package.module:load", 2),
         ("up --engine vllm --vllm-args block_size=16", "block_size is set by --block-size", 2),
         ("up --device quantum", "--device must be auto, cpu, cuda or cuda:N", 2),
         ("up extra", "Unexpected argument: extra. See `pdmesh up --help`", 2),
