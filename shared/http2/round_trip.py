@@ -19,6 +19,6 @@ def round_trip_s(transport: asyncio.BaseTransport) -> float:
     try:
         told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MIN_RTT_AT + 4)
         (least_us,) = struct.unpack_from("<I", told, _MIN_RTT_AT)
-    except (OSError, struct.error):
+    except (OSError, ValueError, struct.error):  # ValueError: uvloop's, of a closed connection
         return 0.0
     return least_us / 1e6 if least_us < 0xFFFFFFFF else 0.0

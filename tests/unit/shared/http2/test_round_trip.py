@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+
+import pytest
 
 from shared.http2.round_trip import round_trip_s
 
@@ -16,3 +19,18 @@ async def test_the_kernel_tells_of_a_connection() -> None:
         assert 0.0 < round_trip_s(writer.transport) < 0.5
         writer.close()
     assert round_trip_s(asyncio.Transport()) == 0.0
+
+
+def test_of_a_connection_that_is_closed_nothing_is_known() -> None:
+    """uvloop raises another error than sockets do; who asks is a timer, which may not fail."""
+    uvloop = pytest.importorskip("uvloop")
+
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            reader, writer = await asyncio.open_connection(*server.getsockname())
+            assert round_trip_s(writer.transport) > 0.0
+            writer.transport.abort()
+            await reader.read()
+            assert round_trip_s(writer.transport) == 0.0
+
+    uvloop.run(main())
