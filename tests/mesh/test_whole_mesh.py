@@ -447,6 +447,22 @@ async def test_no_room_on_decode_is_an_error_before_the_answer_begins() -> None:
 
 
 @virtual_time
+async def test_an_answer_that_moves_waits_for_room_as_long_as_it_takes() -> None:
+    """Its decode worker dies, and the other one is full for longer than who begins may wait."""
+    options: dict[str, Any] = {"num_decode": 2, "num_blocks": 16, "timing": SLOW}
+    async with whole_mesh(**options, gateway={"max_wait_s": 1.0}) as mesh:
+        prompts = [a_prompt(150, seed=seed) for seed in (1, 2)]
+        async with asyncio.TaskGroup() as tasks:
+            asked = [tasks.create_task(mesh.ask(prompt, 100)) for prompt in prompts]
+            await asyncio.sleep(1.0)
+            await mesh.kill(_busy(mesh, "decode"))
+        answers = [one.result() for one in asked]
+        assert [one.token_ids for one in answers] == [expected(one, 100) for one in prompts]
+        assert sorted(one.receipt["attempts"] for one in answers) == [1, 2]
+        assert max(one.receipt["reserve_wait_s"] for one in answers) > 1.0
+
+
+@virtual_time
 async def test_prefill_that_dies_while_decode_has_no_room_yet_is_replaced_at_once() -> None:
     """The other prefill worker takes over without waiting for a verdict of decode."""
     async with whole_mesh(

@@ -33,14 +33,16 @@ tpot_ms = 1
 """
 
 
-async def a_mesh(mesh: ProcessMesh, tmp_path: Path, **settings: Any) -> ServiceProcess:
+async def a_mesh(
+    mesh: ProcessMesh, tmp_path: Path, *, num_blocks: int = 1024, **settings: Any
+) -> ServiceProcess:
     """A gateway with three keys and one pair of workers, each of whose steps takes 20 ms."""
     keys, tenants = tmp_path / "keys", tmp_path / "tenants.toml"
     keys.write_text("\n".join(hash_key(name, name) for name in ("alice", "bob", "hasty")))
     tenants.write_text(TENANTS)
     gateway = await mesh.start_gateway(api_keys=keys, tenants=tenants, **settings)
     for role in ("prefill", "decode"):
-        await mesh.add(role, fake_step_s=0.02)
+        await mesh.add(role, fake_step_s=0.02, num_blocks=num_blocks)
     async with aiohttp.ClientSession() as session:
 
         async def is_ready() -> bool:
@@ -66,6 +68,20 @@ async def ask(
         session.post(_url(gateway, "/v1/completions"), json=wanted) as answer,
     ):
         return answer.status, answer.headers, await answer.json()
+
+
+async def test_of_several_answers_none_is_refused_for_want_of_room(tmp_path: Path) -> None:
+    """Decode holds two of the five, and an answer takes longer than a request may wait: the others
+    wait, since the client reads the first already."""
+    async with process_mesh() as mesh:
+        with mesh.explained():
+            gateway = await a_mesh(mesh, tmp_path, num_blocks=32, max_wait_s=0.5)
+            body = {"prompt": [*range(5, 205)], "max_tokens": 50, "n": 5, "seed": 3}
+            status, _, told = await ask(gateway, "alice", temperature=1.0, **body)
+            assert status == 200, told
+            texts = [choice["text"] for choice in told["choices"]]
+            assert len(set(texts)) == 5
+            assert told["usage"]["completion_tokens"] == 250
 
 
 async def test_a_flood_of_one_tenant_does_not_hold_up_another(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ Whoever performs it asks routing at once, and again whenever who may be chosen h
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from services.gateway.core import lifecycle
@@ -23,6 +24,7 @@ from services.gateway.core.sides import RouteRequest
 from shared.errors import DeadlinePassed, MeshError, NoBlocks, WorkerLost
 from shared.ids import Incarnation
 from shared.request import SamplingParams
+from shared.transfer.effects import MAX_RESERVE_WAIT_S
 
 LEAST_WAIT_S = 0.05
 """A wait for blocks shorter than this is not worth another attempt."""
@@ -67,8 +69,9 @@ class Dispatcher:
     """Finds the workers of one request, attempt by attempt.
 
     pair_wait_s: the longest wait for a pair, and for room on decode beyond what the prompt takes,
-    which needs none before. failover_wait_s: the longest that a client hears nothing because a
-    worker was lost. prompt: see ``RouteRequest``.
+    which needs none before; one whose client has tokens, of this answer or another (may_be_refused
+    is False), waits for room until its deadline. failover_wait_s: the longest that a client hears
+    nothing because a worker was lost. prompt: see ``RouteRequest``.
     """
 
     def __init__(
@@ -78,9 +81,11 @@ class Dispatcher:
         deadline_at: float | None,
         pair_wait_s: float,
         failover_wait_s: float,
+        may_be_refused: bool = True,
         prompt: HashedPrompt | None = None,
     ) -> None:
         self._life = life
+        self._may_be_refused = may_be_refused
         self._deadline_at = deadline_at
         self._pair_wait_s = pair_wait_s
         self._failover_wait_s = failover_wait_s
@@ -93,8 +98,8 @@ class Dispatcher:
 
     def begin(self, now: float) -> list[Effect]:
         """The request was admitted."""
-        self._blocks_by = now + self._pair_wait_s
-        return self._look(self._blocks_by)
+        self._blocks_by = self._room_by(now)
+        return self._look(now + self._pair_wait_s)
 
     def attempt_failed(self, failure: Reroute, *, silence_s: float, now: float) -> list[Effect]:
         """The life of the request wants another attempt, after its workers were silent so long."""
@@ -105,13 +110,13 @@ class Dispatcher:
             effects.append(BlamePair(self._legs[Leg.PREFILL], self._legs[Leg.DECODE]))
         self._after = failure.error
         if not isinstance(failure.error, NoBlocks):
-            self._blocks_by = now + self._pair_wait_s
+            self._blocks_by = self._room_by(now)
             # The client has waited through the silence, too.
             return effects + self._look(now + max(0.0, self._failover_wait_s - silence_s))
         # One wait for room in all, however many workers are asked.
         if self._blocks_by - now < LEAST_WAIT_S:
             return [*effects, *self._life.fail(failure.error)]
-        return effects + self._look(self._blocks_by)
+        return effects + self._look(min(self._blocks_by, now + self._pair_wait_s))
 
     def pair_found(self, decision: RouteDecision, now: float) -> list[Effect]:
         """Routing has named a pair. Nothing comes of it if the request is over."""
@@ -135,7 +140,7 @@ class Dispatcher:
             legs=self._legs,
             token_ids=life.token_ids,
             sampling=life.sampling,
-            wait_s=max(LEAST_WAIT_S, self._blocks_by - now) + takes_s,
+            wait_s=min(max(LEAST_WAIT_S, self._blocks_by - now) + takes_s, MAX_RESERVE_WAIT_S),
             deadline_s=deadline_s,
             after=self._after,
         )
@@ -170,6 +175,10 @@ class Dispatcher:
         """End the request with this error (the drain's limit, for one); after its end, nothing."""
         self._search = None
         return [*self._life.fail(error)]
+
+    def _room_by(self, now: float) -> float:
+        may_be_refused = self._may_be_refused and not self._life.num_output_tokens
+        return now + self._pair_wait_s if may_be_refused else math.inf
 
     def _look(self, limit_at: float) -> list[Effect]:
         until = limit_at if self._deadline_at is None else min(limit_at, self._deadline_at)

@@ -107,6 +107,7 @@ class RequestShell:
             deadline_at=request.deadline_at,
             pair_wait_s=pair_wait_s,
             failover_wait_s=failover_wait_s,
+            may_be_refused=not request.follows,
             prompt=prompt,
         )
         self._delivery = delivery

@@ -29,6 +29,7 @@ from shared.errors import (
 )
 from shared.ids import Incarnation
 from shared.request import AnswerToken, SamplingParams
+from shared.transfer.effects import MAX_RESERVE_WAIT_S
 
 P, D, OTHER = Incarnation(1), Incarnation(2), Incarnation(3)
 PAIR = RouteDecision("test", P, D)
@@ -38,7 +39,13 @@ PAIR_WAIT_S, FAILOVER_WAIT_S = 10.0, 4.0
 class Room:
     """A request of three tokens, its life and its dispatcher."""
 
-    def __init__(self, *, max_tokens: int = 8, deadline_at: float | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        max_tokens: int = 8,
+        deadline_at: float | None = None,
+        may_be_refused: bool = True,
+    ) -> None:
         sampling = SamplingParams(max_tokens=max_tokens)
         self.life = Lifecycle((1, 2, 3), sampling, max_attempts=3)
         self.dispatcher = Dispatcher(
@@ -46,6 +53,7 @@ class Room:
             deadline_at=deadline_at,
             pair_wait_s=PAIR_WAIT_S,
             failover_wait_s=FAILOVER_WAIT_S,
+            may_be_refused=may_be_refused,
         )
 
     def sent(self, decision: RouteDecision = PAIR, now: float = 0.0) -> Send:
@@ -126,7 +134,7 @@ def test_who_failed_is_avoided_and_the_silence_counts() -> None:
     assert search.until == 5.0 + FAILOVER_WAIT_S - 1.0
     send = room.sent(RouteDecision("test", P, OTHER), now=6.0)
     assert send.token_ids == (1, 2, 3, 7)
-    assert send.wait_s == PAIR_WAIT_S - 1.0
+    assert send.wait_s == MAX_RESERVE_WAIT_S  # for room: the client has a token
     assert isinstance(send.after, WorkerLost)
     search = looked(room.fail(Leg.DECODE, WorkerLost("gone"), now=9.0, silence_s=60.0, lost=True))
     assert search.request.avoid == {D, OTHER}
@@ -168,6 +176,24 @@ def test_room_is_waited_for_once_however_many_are_asked() -> None:
     late = PAIR_WAIT_S - LEAST_WAIT_S / 2
     error = error_of(room.fail(Leg.DECODE, NoBlocks("full"), now=late, lost=False))
     assert isinstance(error, Overloaded)
+
+
+@pytest.mark.parametrize("has_tokens", [False, True])
+def test_an_answer_that_has_begun_is_not_refused_for_want_of_room(has_tokens: bool) -> None:
+    """Its own tokens or those of another answer to the request are with the client: it waits on."""
+    room = Room(may_be_refused=has_tokens)
+    assert looked(room.dispatcher.begin(0.0)).until == PAIR_WAIT_S
+    room.sent()
+    now = 1.0
+    if has_tokens:
+        room.life.granted(0)
+        room.life.token_arrived(0, Leg.PREFILL, AnswerToken(0, 7))
+        room.fail(Leg.DECODE, WorkerLost("it died"), now=now, lost=True)
+        room.sent(now=now)
+    now += 10 * PAIR_WAIT_S
+    search = looked(room.fail(Leg.DECODE, NoBlocks("full"), now=now, lost=False))
+    assert search.until == now + PAIR_WAIT_S
+    assert room.sent(now=now).wait_s == MAX_RESERVE_WAIT_S
 
 
 @pytest.mark.parametrize(
