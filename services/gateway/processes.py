@@ -132,6 +132,7 @@ class _Child:
         return environment_of(own)
 
     async def _run_once(self) -> None:
+        self._error = ""
         async with child_process("services.gateway", self._environment()) as (process, words):
             self._process = process
             if self._is_stopping:

@@ -73,7 +73,11 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @asynccontextmanager
 async def two_processes(
-    tmp_path: Path, *, process_port: int = 0, with_workers: bool = True
+    tmp_path: Path,
+    *,
+    process_port: int = 0,
+    with_workers: bool = True,
+    tenants: Path | None = None,
 ) -> AsyncIterator[LocalMesh]:
     """A mesh whose gateway is two processes."""
     gateway = GatewayConfig(
@@ -82,6 +86,7 @@ async def two_processes(
         mesh_port=0,
         gateway_processes=2,
         process_port=process_port,
+        tenants=tenants,
         drain_s=5.0,
     )
     services = plan_services(
@@ -149,6 +154,29 @@ async def test_a_process_that_dies_is_replaced(tmp_path: Path) -> None:
                 now |= set(await incarnations(mesh.http_url, 1))
         assert "a gateway process died" in (tmp_path / "log").read_text()
     assert mesh.gateway.exit_code == 0
+
+
+async def test_a_death_is_told_with_its_own_reason(tmp_path: Path) -> None:
+    """A file that is broken meanwhile keeps a replacement from starting, and the log says so; who
+    is killed after that died of something else."""
+    tenants, log = tmp_path / "tenants.toml", tmp_path / "log"
+    tenants.touch()
+
+    def deaths() -> list[str]:
+        return [line for line in log.read_text().splitlines() if "gateway process died" in line]
+
+    async with two_processes(tmp_path, with_workers=False, tenants=tenants) as mesh:
+        victim, survivor = children_of(mesh.gateway.pid)
+        tenants.write_text("[tenants.a]\nweight = 0\n")
+        os.kill(victim, signal.SIGKILL)
+        await until(lambda: any("weight" in line for line in deaths()))
+        tenants.write_text("")
+        await incarnations(mesh.http_url, 2)
+        (again,) = set(children_of(mesh.gateway.pid)) - {survivor}
+        count = len(deaths())
+        os.kill(again, signal.SIGKILL)
+        await until(lambda: len(deaths()) > count)
+        assert "exit code -9" in deaths()[count]
 
 
 async def test_none_outlives_a_parent_that_is_killed(tmp_path: Path) -> None:
