@@ -4,9 +4,10 @@ how it ended.
     sys.exit(run_service("gateway", main, drain_s=config.drain_s))
 
 ``main`` gets a ``Process`` and serves until ``process.stop`` is set, then drains and returns. The
-first SIGTERM or SIGINT sets it, as does the end of the parent (``parent.py``); what has not ended
-when the limit comes is cancelled; a second signal ends the process at once, as the first one does
-before ``main`` has said that it is ready. Knows no role.
+first SIGTERM, SIGINT or SIGHUP (the terminal's end; under ``nohup`` it is ignored) sets it, as does
+the end of the parent (``parent.py``); what has not ended when the limit comes is cancelled; a
+second SIGTERM or SIGINT ends the process at once, as the first signal does before ``main`` has said
+that it is ready. Knows no role.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ GC_THRESHOLD = (20_000, 10, 100)
 the older ones are looked at (CPython: 700, 10, 10). Cyclic garbage is rare here; the default looked
 at live requests again and again, 4 to 7 % of a gateway's time (bench/gateway/README.md)."""
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Process:
@@ -172,6 +173,8 @@ async def _supervise(name: str, main: Main, parent: Parent, drain_s: float) -> i
 
     def on_signal(number: signal.Signals) -> None:
         if process.stop.is_set():
+            if number is signal.SIGHUP:
+                return  # a shell and the kernel may both say it
             sys.stderr.flush()
             os._exit(128 + number)
         _log.info("stopping", signal=number.name, drain_s=drain_s)
@@ -192,7 +195,9 @@ async def _supervise(name: str, main: Main, parent: Parent, drain_s: float) -> i
     async def run() -> bool:
         return await main(process)
 
-    for number in SIGNALS:
+    is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    signals = SIGNALS[:2] if is_nohup else SIGNALS
+    for number in signals:
         loop.add_signal_handler(number, on_signal, number)
     parent.watch(stop)
     try:
@@ -204,7 +209,7 @@ async def _supervise(name: str, main: Main, parent: Parent, drain_s: float) -> i
             await asyncio.wait([service])
             guard.cancel()
     finally:
-        for number in SIGNALS:
+        for number in signals:
             loop.remove_signal_handler(number)
     if is_over_limit or (not service.cancelled() and not service.result()):
         return EXIT_DRAIN_LIMIT

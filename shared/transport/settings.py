@@ -57,6 +57,7 @@ class UcxSettings:
             "UCX_MEMTYPE_CACHE": "n",  # ucxx sets it too, but after UCX has read its environment
             "UCX_LOG_FILE": "stderr",  # the default, stdout, belongs to the program
             "UCX_WARN_UNUSED_ENV_VARS": "n",
+            "UCX_DEBUG_SIGNO": "0",  # the default is SIGHUP, which is for us to hear
             # Without it every endpoint that reports dead peers falls from shared memory to tcp,
             # silently.
             "UCX_MM_ERROR_HANDLING": "y",

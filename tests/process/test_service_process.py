@@ -85,7 +85,7 @@ SERVE = """
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 async def test_first_signal_drains(number: signal.Signals) -> None:
     """A signal asks the service to drain; ending well is exit code 0."""
     async with child(SERVE + "    print('drained', file=sys.stderr)") as it:
@@ -107,6 +107,18 @@ async def test_second_signal_ends_at_once() -> None:
         it.process.send_signal(signal.SIGTERM)
         code, _ = await it.ended()
     assert code == 128 + signal.SIGTERM
+
+
+async def test_a_terminal_that_goes_away_twice_cuts_no_drain_off() -> None:
+    """Its shell and the kernel may both tell of its end."""
+    body = SERVE + "    process.ready(draining=1)\n    await asyncio.sleep(1)"
+    async with child(body) as it:
+        await it.facts()
+        it.process.send_signal(signal.SIGHUP)
+        assert await it.facts() == {"draining": 1}
+        it.process.send_signal(signal.SIGHUP)
+        code, _ = await it.ended()
+    assert code == EXIT_OK
 
 
 async def test_a_service_that_cut_its_drain_off_says_so_in_its_exit_code() -> None:
