@@ -42,9 +42,7 @@ async def a_push_pair(
         return {"PEER_PROGRAM": text, "UCX_TLS": LANES[lane]}
 
     async with a_peer(**program("decode")) as decode, a_peer(**program("prefill")) as prefill:
-        port = await decode.ask(
-            "start", seed=seed, num_blocks=24, has_fence=has_fence, cancel_after_s=0.01, **config
-        )
+        port = await decode.ask("start", seed=seed, num_blocks=24, has_fence=has_fence, **config)
         seen = await prefill.ask("start", seed=seed + 1, num_blocks=40, port=port, **config)
         assert seen.split("/")[0] == lane
         yield prefill, decode

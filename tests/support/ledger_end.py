@@ -109,6 +109,8 @@ class LedgerEnd:
         self._requests: dict[TransferKey, Request | None] = {}
         self._num_runs = 0
         self.num_placed = 0
+        self.took_s = 0.0
+        """Of the transfer that was placed last."""
         self.num_released = 0
         self.num_foreign = 0
         self.failures: list[MeshError] = []
@@ -169,6 +171,7 @@ class LedgerEnd:
 
     def joined(self, stream_id: StreamId, receive: HandOver, lane: str) -> None:
         self.num_placed += 1
+        self.took_s = receive.receive_s
 
     def step_tokens(self, tokens: Sequence[tuple[StreamId, NewToken]]) -> None:
         pass
