@@ -22,7 +22,7 @@ def draw(receipt: dict) -> None:
         print(f"{phase:>16} {receipt[phase] * 1000:8.2f} ms  {'█' * round(40 * share)}")
     print(f"{'ttft_s':>16} {receipt['ttft_s'] * 1000:8.2f} ms")
     print(
-        f"{receipt['transfer_bytes']:,} bytes of KV over {receipt['lane'] or 'nothing: all cached'}"
+        f"{receipt['transfer_bytes']:,} bytes of KV over {receipt['lane'] or 'no link: none moved'}"
     )
 
 

@@ -174,22 +174,36 @@ def errors() -> str:
 
 
 def finer_codes() -> dict[str, set[str]]:
-    """Error type -> every ``code=`` that our code gives to errors of that type."""
+    """Error type -> every ``code=`` that our code gives to errors of that type, itself or by a
+    function that returns one."""
     from shared.errors import ERROR_TYPES
 
     names = {cls.__name__: cls.type for cls in ERROR_TYPES.values()}
     found: dict[str, set[str]] = {}
-    for path in [*ROOT.glob("shared/**/*.py"), *ROOT.glob("services/**/*.py")]:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
-                continue
-            for keyword in node.keywords:
-                code = keyword.value
-                if keyword.arg != "code" or not isinstance(code, ast.Constant):
-                    continue
-                if node.func.id in names:
-                    found.setdefault(names[node.func.id], set()).add(str(code.value))
+    paths = [*ROOT.glob("shared/**/*.py"), *ROOT.glob("services/**/*.py")]
+    nodes = [node for path in paths for node in ast.walk(ast.parse(path.read_text()))]
+    for node in nodes:
+        match node:
+            case ast.FunctionDef(name=name, returns=ast.Name(id=of)) if of in names:
+                names[name] = names[of]
+            case _:
+                pass
+    for node in nodes:
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute)):
+            continue
+        called = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
+        for keyword in node.keywords:
+            if keyword.arg == "code" and called in names:
+                codes = _texts(keyword.value)
+                found.setdefault(names[called], set()).update(codes)
     return found
+
+
+def _texts(value: ast.expr) -> list[str]:
+    """The texts that an expression may be, as far as they stand in it."""
+    if isinstance(value, ast.IfExp):
+        return [*_texts(value.body), *_texts(value.orelse)]
+    return [str(value.value)] if isinstance(value, ast.Constant) and value.value else []
 
 
 def tour() -> str:

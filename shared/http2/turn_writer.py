@@ -45,7 +45,8 @@ class TurnWriter:
         self._transport.close()
 
     def abort(self) -> None:
-        """Close the connection now."""
+        """Close the connection now; what waits is not sent."""
+        self._waiting.clear()
         self._transport.abort()
 
     def _end_turn(self) -> None:

@@ -74,25 +74,25 @@ class StepColumns(NamedTuple):
 
 def _require(condition: bool, message: str, param: str) -> None:
     if not condition:
-        raise RemoteProtocolError(message, param=param)
+        raise RemoteProtocolError(f"{param} {message}", param=param)
 
 
 def checked_id(value: bytes, param: str) -> bytes:
     """Return it. Raises RemoteProtocolError: it has another length than ids have."""
     if len(value) != ID_BYTES:
-        raise RemoteProtocolError(f"must be {ID_BYTES} bytes", param=param)
+        raise RemoteProtocolError(f"{param} must be {ID_BYTES} bytes", param=param)
     return value
 
 
 def _within(value: Number, low: Number, high: Number, param: str) -> Number:
     if not low <= value <= high:  # NaN fails any comparison
-        raise RemoteProtocolError(f"must be in {low}..{high}", param=param)
+        raise RemoteProtocolError(f"{param} must be in {low}..{high}", param=param)
     return value
 
 
 def _seconds(value: float, param: str) -> float:
     if not 0 <= value < 1e9:
-        raise RemoteProtocolError("must be a finite number of seconds >= 0", param=param)
+        raise RemoteProtocolError(f"{param} must be a finite number of seconds >= 0", param=param)
     return value
 
 
@@ -155,7 +155,7 @@ def layout_to_wire(layout: KvLayout) -> wire.KvLayout:
 def layout_from_wire(layout: wire.KvLayout | None) -> KvLayout:
     """Check and return a KV layout."""
     if layout is None:
-        raise RemoteProtocolError("must be given", param="layout")
+        raise RemoteProtocolError("layout must be given", param="layout")
     _require(layout.dtype in DTYPE_BYTES, f"must be one of {', '.join(DTYPE_BYTES)}", "dtype")
     return KvLayout(
         dtype=layout.dtype,
@@ -177,7 +177,7 @@ def model_to_wire(spec: ModelSpec) -> wire.ModelInfo:
 def model_from_wire(model: wire.ModelInfo | None) -> ModelSpec:
     """Check and return a model; it carries no end-of-sequence ids, for only workers need them."""
     if model is None:
-        raise RemoteProtocolError("must be given", param="model")
+        raise RemoteProtocolError("model must be given", param="model")
     is_complete = len(model.fingerprint) == FINGERPRINT_BYTES
     _require(is_complete, f"must be {FINGERPRINT_BYTES} bytes", "fingerprint")
     for field in ("name", "engine"):
@@ -397,7 +397,7 @@ def step_columns_from_wire(step: wire.StepTokens) -> StepColumns:
     token_ids = unpack_u32(step.token_ids, count=count, name="token_ids")
     reasons = unpack_u8(step.finish_reasons, count=count, name="finish_reasons")
     if max(reasons, default=0) > _LAST_REASON:
-        raise RemoteProtocolError("unknown finish reason", param="finish_reasons")
+        raise RemoteProtocolError("finish_reasons has an unknown one", param="finish_reasons")
     logprobs: list[TokenLogprobs | None] | None = None
     if step.logprobs:
         rows = _unflatten(count, step.logprobs, step.top_counts, step.top_ids, step.top_logprobs)

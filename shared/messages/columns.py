@@ -47,7 +47,8 @@ def _wrong_length(
     data: bytes, count: int | None, item_bytes: int, name: str
 ) -> RemoteProtocolError:
     wanted = f"{count} values" if count is not None else f"whole values of {item_bytes} bytes"
-    return RemoteProtocolError(f"column has {len(data)} bytes, not {wanted}", param=name)
+    where = name or "a column"
+    return RemoteProtocolError(f"{where} has {len(data)} bytes, not {wanted}", param=name)
 
 
 def pack_u32(values: Iterable[int]) -> bytes:
@@ -91,5 +92,5 @@ def pack_u8(values: Iterable[int]) -> bytes:
 def unpack_u8(data: bytes, *, count: int | None = None, name: str = "") -> Sequence[int]:
     """Unpack u8 values; count: the number of values it must hold."""
     if count is not None and len(data) != count:
-        raise RemoteProtocolError(f"column has {len(data)} bytes, not {count} values", param=name)
+        raise _wrong_length(data, count, 1, name)
     return data

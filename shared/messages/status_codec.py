@@ -17,7 +17,7 @@ _NONE = StreamId(0)
 
 _SAME = (
     *("pending_tokens", "num_waiting", "num_running", "num_prompts", "num_answers", "num_taken"),
-    *("free_blocks", "reserved_blocks", "quarantined_blocks", "step_s", "step_tokens"),
+    *("free_blocks", "reserved_blocks", "quarantined_blocks", "step_tokens"),
     *("egress_bytes", "home_epoch", "home_order", "first_gateway"),
 )
 """What a report and its wire form call and hold alike."""
@@ -39,6 +39,7 @@ def status_to_wire(status: WorkerStatus, seen: Mapping[Role, StreamId]) -> wire.
         prompt_steps=_fit_to_wire(status.prompt_steps),
         answer_steps=_fit_to_wire(status.answer_steps),
         queue_s=status.queue_s,
+        step_s=status.step_s,
         dram_token_s=status.dram_token_s,
         ssd_token_s=status.ssd_token_s,
     )
@@ -69,6 +70,7 @@ class StatusReader:
             paired=self._paired,
             home=ROLES.get(status.home),
             queue_s=_amount(status.queue_s),
+            step_s=_amount(status.step_s),
             prompt_steps=_fit_from_wire(status.prompt_steps),
             answer_steps=_fit_from_wire(status.answer_steps),
             speeds=self._speeds,

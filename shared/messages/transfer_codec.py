@@ -286,5 +286,7 @@ def _transfer_id(raw: bytes) -> TransferId:
 def _tag_base(value: int) -> int:
     """All tags of the transfer must be tags."""
     if value > MAX_U64 - MAX_FRAMES:
-        raise RemoteProtocolError(f"must be in 0..{MAX_U64 - MAX_FRAMES}", param="tag_base")
+        raise RemoteProtocolError(
+            f"tag_base must be in 0..{MAX_U64 - MAX_FRAMES}", param="tag_base"
+        )
     return value

@@ -143,7 +143,8 @@ def pass_over(data: bytes, at: int, end: int, tag: int, name: str, room: Room) -
         cut()
     if room.is_of_client:
         raise InvalidRequest(
-            f"{name} has no field {number} in this release: what it asks for would be left out",
+            f"{name} has no field {number} of wire type {kind} in this release: what it asks for "
+            "would be left out",
             param=str(number),
             code="unsupported",
         )

@@ -32,16 +32,26 @@ class GuardedChannel(Channel):
             address.host, address.port, codec=MessageCodec(), ssl=tls
         )
         self._limits = limits
+        self._dialled: GuardedProtocol | None = None
 
     def _protocol_factory(self) -> H2Protocol:
-        return client_protocol(self._limits)
+        self._dialled = client_protocol(self._limits)
+        return self._dialled
 
     async def _create_connection(self) -> H2Protocol:
         # A name that does not resolve fails here: uvloop, cancelled amid a connection, would leave
         # that failure to nobody, who logs it as a bug.
         loop = asyncio.get_running_loop()
         await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
-        return await super()._create_connection()
+        try:
+            return await super()._create_connection()
+        except BaseException:
+            # uvloop, cancelled amid a connection that is made, closes it and tells nobody: it
+            # would be written to, and pinged.
+            if self._dialled is not None and hasattr(self._dialled, "processor"):
+                self._dialled.abort()
+                self._dialled.connection_lost(None)
+            raise
 
     @property
     def current(self) -> GuardedProtocol | None:

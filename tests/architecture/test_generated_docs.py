@@ -13,6 +13,7 @@ import pytest
 
 from services.cli.tour_stops import STOPS, place_of
 from shared import wire
+from shared.messages.codec import PROTOCOL_VERSION
 from tools.explored_states import explore, worker_moves
 from tools.generate_docs import DOCS, PAGES, ROOT, render, request
 
@@ -68,6 +69,12 @@ def test_the_sequence_names_messages_that_exist() -> None:
     assert len(messages) >= 12
     missing = [name for name in messages if not hasattr(wire, name)]
     assert not missing
+
+
+def test_the_version_of_the_protocol_is_the_codes() -> None:
+    """Who writes a worker of another make goes by the page, who upgrades by the changelog."""
+    for page, words in (("docs/protocol.md", "`protocol_version` is"), ("CHANGELOG.md", "version")):
+        assert f"{words} {PROTOCOL_VERSION}" in (ROOT / page).read_text(), page
 
 
 def test_exploring_finds_a_state_that_was_forgotten() -> None:

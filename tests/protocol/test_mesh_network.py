@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import random
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from shared.errors import (
 from shared.ids import Incarnation
 from shared.membership import mesh_network
 from shared.membership.mesh_network import MeshNetwork
-from shared.membership.proof import STAMP_KEY, stamp
+from shared.membership.proof import STAMP_KEY, Opening, agreement, stamp
 from shared.mesh_secret import MeshSecret
 from shared.messages import codec
 from shared.rpc.methods import DECODE_SESSION, MESH_PROVE
@@ -81,6 +82,30 @@ async def test_both_know_the_secret() -> None:
     async with ends() as it:
         await ask(it.dialler(), times=3)
         await ask(it.dialler())
+
+
+def test_proofs_and_stamps_are_to_the_byte_what_the_page_says() -> None:
+    """docs/protocol.md, with hmac alone: a worker of another make has nothing else."""
+
+    def u64(*numbers: int) -> bytes:
+        return b"".join(number.to_bytes(8, "little") for number in numbers)
+
+    first = u64(8, 3, 5, 2) + b"v1" + b"d" * 32
+    second = u64(8, 1, 6, 3) + b"v22" + b"l" * 32
+    key = bytes(range(32))
+    extracted = hmac.digest(u64(len(first)) + first + second, key, "sha256")
+    infos = ("proof of the dialler", "proof of the listener", "key of the connection")
+    made = agreement(
+        MeshSecret(key.hex()),
+        Opening(8, 3, Incarnation(5), "v1", b"d" * 32),
+        Opening(8, 1, Incarnation(6), "v22", b"l" * 32),
+    )
+    assert made == tuple(
+        hmac.digest(extracted, b"pdmesh/" + info.encode() + b"\x01", "sha256") for info in infos
+    )
+    path = "/pdmesh.v1.Registry/Join"
+    told = hmac.new(made.key, b"7 " + path.encode(), "sha256").hexdigest()
+    assert stamp(made.key, 7, path) == f"7-{told}"
 
 
 async def test_another_secret_is_refused_by_whoever_is_dialled() -> None:

@@ -290,7 +290,7 @@ def late(terms: Terms, forecast: Forecast) -> WouldBeLate | None:
     return WouldBeLate(
         f"not computed: {', '.join(missed)}",
         param="tpot_ms" if codes == ["slo_tbt"] else "ttft_ms",
-        code="slo_both" if len(codes) == 2 else codes[0],
+        code="slo_both" if len(codes) == 2 else "slo_tbt" if codes == ["slo_tbt"] else "slo_ttft",
         retry_after_s=0.0 if retry_s == math.inf else round(retry_s, 3),
     )
 

@@ -10,7 +10,7 @@ request is ``session.py``'s and the lifecycle core's affair.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -18,7 +18,7 @@ import structlog
 from services.gateway.core.lifecycle import Leg
 from services.gateway.core.worker import Role, Worker
 from shared import wire
-from shared.errors import MeshError, WorkerLost
+from shared.errors import MeshError, RemoteProtocolError, WorkerLost
 from shared.ids import Incarnation, StreamId
 from shared.messages import codec
 from shared.request import AnswerToken, FinishReason
@@ -232,7 +232,7 @@ class WorkerSession:
         except TimeoutError:
             raise WorkerLost("the worker did not say hello within 3 s") from None
         hello = event.hello if event is not None else None
-        if hello is None or hello.incarnation != self.worker.incarnation:
+        if codec.require_hello(hello).incarnation != self.worker.incarnation:
             raise WorkerLost("another process answers at this worker's address")
 
     # --- events ---------------------------------------------------------------------------------
@@ -272,6 +272,7 @@ class WorkerSession:
         if leg is None:
             return
         token, times = codec.prefill_token_from_wire(event)
+        self._check_ids([token.token_id])
         self.worker.computed(self._role, stream_id)
         if leg.leg is Leg.WHOLE and token.finish_reason is not FinishReason.NONE:
             self._close(stream_id)  # of a prefill leg PrefillDone is the last word
@@ -288,6 +289,7 @@ class WorkerSession:
     def _on_step_tokens(self, step: wire.StepTokens) -> None:
         columns = codec.step_columns_from_wire(step)
         ids, positions, token_ids, reasons, logprobs = columns
+        self._check_ids(token_ids)
         rows = zip(ids, positions, token_ids, reasons, logprobs or [None] * len(ids), strict=True)
         legs: dict[Any, LegShell] = self._legs
         for stream_id, position, token_id, reason, row_logprobs in rows:
@@ -296,3 +298,12 @@ class WorkerSession:
                 if reason:
                     self._close(StreamId(stream_id))
                 leg.token(AnswerToken(position, token_id, _REASONS[reason], row_logprobs))
+
+    def _check_ids(self, token_ids: Sequence[int]) -> None:
+        """Refuse what is no token of the model: the client would read it, and the next attempt's
+        prompt be refused as the client's."""
+        if max(token_ids, default=0) >= self.worker.model.vocab_size:
+            raise RemoteProtocolError(
+                f"token_ids must be below the vocabulary size {self.worker.model.vocab_size}",
+                param="token_ids",
+            )

@@ -157,14 +157,19 @@ def read_announcement(announce: wire.WorkerAnnounce, peer_host: str) -> Worker:
     role = codec.ROLES.get(wire.Role(hello.role))
     if role is None:
         raise RemoteProtocolError("only prefill and decode workers join", param="role")
-    serves = tuple(it for it in Role if it in map(codec.ROLES.get, announce.serves)) or (role,)
-    if len(serves) < len(announce.serves) or role not in serves:
-        raise RemoteProtocolError("must be different roles, its own among them", param="serves")
-    if not (0 < announce.port < 65536 and announce.num_blocks > 0 and announce.block_size > 0):
-        raise RemoteProtocolError("port, num_blocks and block_size must be positive")
+    named = announce.serves or [hello.role]
+    serves = tuple(it for it in Role if it in map(codec.ROLES.get, named))
+    if len(serves) < len(named) or role not in serves:
+        raise RemoteProtocolError(
+            "serves must be different roles of workers, its own among them", param="serves"
+        )
+    if not 0 < announce.port < 65536:
+        raise RemoteProtocolError("port must be in 1..65535", param="port")
+    if not (announce.num_blocks and announce.block_size):
+        raise RemoteProtocolError("num_blocks and block_size must be positive")
     host = announce.host or peer_host
     if not is_host(host):
-        raise RemoteProtocolError("must be a host name or an IP address", param="host")
+        raise RemoteProtocolError("host must be a host name or an IP address", param="host")
     return Worker(
         role=role,
         incarnation=Incarnation(hello.incarnation),

@@ -18,10 +18,10 @@ from services.gateway.workers.peers import WorkerSession
 from services.gateway.workers.registry import read_announcement
 from shared import wire
 from shared.address import Address, is_host
-from shared.errors import MeshError, RemoteProtocolError, WorkerLost
+from shared.errors import IncompatiblePeer, MeshError, RemoteProtocolError, WorkerLost
 from shared.ids import Incarnation, StreamId
 from shared.messages import codec
-from shared.messages.columns import pack_u64
+from shared.messages.columns import pack_u32, pack_u64
 from shared.messages.message_codec import MessageCodec
 from shared.messages.status_codec import StatusReader
 from shared.rpc.methods import PREFILL_SESSION
@@ -69,6 +69,58 @@ def test_times_of_a_decode_worker_are_checked(value: float) -> None:
             session._on_decode_event(event)
 
 
+@pytest.mark.parametrize(
+    "event",
+    [
+        wire.DecodeEvent(first=wire.PrefillToken(stream_id=1, token_id=100, logprob=math.nan)),
+        wire.DecodeEvent(
+            tokens=wire.StepTokens(
+                stream_ids=pack_u32([1, 2]),
+                indices=pack_u32([1, 1]),
+                token_ids=pack_u32([99, 100]),
+                finish_reasons=bytes(2),
+            )
+        ),
+    ],
+    ids=["first", "step"],
+)
+def test_what_is_no_token_of_the_model_is_no_answer(event: wire.DecodeEvent) -> None:
+    """The client would read it, and be refused for it when another worker is to go on."""
+    session = a_session(Role.DECODE)
+    session.worker = a_worker(Role.DECODE, 5)
+    session._legs[StreamId(1)] = cast("Any", object())
+    with pytest.raises(RemoteProtocolError, match="below the vocabulary size 100"):
+        session._on_decode_event(event)
+
+
+@pytest.mark.parametrize(
+    ("event", "error", "words"),
+    [
+        (wire.DecodeEvent(heartbeat=wire.Heartbeat()), RemoteProtocolError, "begins with a"),
+        (wire.DecodeEvent(hello=wire.Hello(incarnation=5)), IncompatiblePeer, "protocol 0"),
+        (
+            wire.DecodeEvent(hello=codec.own_hello(wire.Role.DECODE, Incarnation(6))),
+            WorkerLost,
+            "another process",
+        ),
+    ],
+    ids=["no hello", "another release", "another process"],
+)
+async def test_why_a_worker_did_not_say_hello_is_told(
+    event: wire.DecodeEvent, error: type[MeshError], words: str
+) -> None:
+    """Only an incarnation that differs is another process."""
+
+    class Stream:
+        async def receive(self) -> wire.DecodeEvent:
+            return event
+
+    session = a_session(Role.DECODE)
+    session.worker = a_worker(Role.DECODE, 5)
+    with pytest.raises(error, match=words):
+        await session._shake_hands(cast("Any", Stream()))
+
+
 def an_announcement(**fields: Any) -> wire.WorkerAnnounce:
     return wire.WorkerAnnounce(
         hello=wire.Hello(
@@ -91,12 +143,33 @@ def test_what_a_worker_serves_is_its_role_or_what_it_says() -> None:
     assert read_announcement(an_announcement(serves=both), "peer").serves == tuple(Role)
     for serves in (
         [wire.Role.DECODE],
+        [wire.Role.GATEWAY],
         [wire.Role.PREFILL, wire.Role.GATEWAY],
         [wire.Role.PREFILL, wire.Role.PREFILL],
         [wire.Role.PREFILL, wire.Role.UNSPECIFIED],
     ):
         with pytest.raises(RemoteProtocolError, match="different roles"):
             read_announcement(an_announcement(serves=serves), "peer")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"port": 65536}, "port must be in 1..65535"),
+        ({"block_size": 0}, "num_blocks and block_size must be positive"),
+        ({"model": wire.ModelInfo()}, "fingerprint must be 32 bytes"),
+        ({"layout": wire.KvLayout(dtype="int3")}, "dtype must be one of float32"),
+    ],
+)
+def test_an_announcement_that_is_refused_says_which_field(
+    fields: dict[str, Any], words: str
+) -> None:
+    """The sentence alone: it is all that a log shows."""
+    announce = an_announcement()
+    for name, value in fields.items():
+        setattr(announce, name, value)
+    with pytest.raises(RemoteProtocolError, match=words):
+        read_announcement(announce, "peer")
 
 
 def test_a_report_says_what_is_held_and_where_home_is() -> None:
@@ -115,9 +188,11 @@ def test_a_report_says_what_is_held_and_where_home_is() -> None:
             home_epoch=6,
             dram_token_s=1e-6,
             ssd_token_s=float("nan"),
+            step_s=float("nan"),
         )
     )
     assert (full.dram_token_s, full.ssd_token_s) == (1e-6, 0.0)  # what is no amount is not believed
+    assert full.step_s == 0.0
     assert full.seen == {Role.PREFILL: 3, Role.DECODE: 4}
     assert (full.num_prompts, full.num_answers, full.home_epoch) == (2, 5, 6)
     assert full.home is Role.DECODE
