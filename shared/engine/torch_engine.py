@@ -47,6 +47,7 @@ from shared.engine.native.build import NATIVE
 from shared.engine.native.forward import NativeForward
 from shared.engine.paged_kv import TORCH_DTYPES, PagedKv
 from shared.engine.recording import CudaRecorder, Recorder
+from shared.engine.resident import available_bytes
 from shared.engine.streams import CudaStreams, Streams
 from shared.engine.torch_forward import TorchForward
 from shared.engine.weights import Checkpoint
@@ -182,6 +183,8 @@ class TorchEngine(DeviceEngine):
         )
         guides = Guides.of(files, spec.vocab_size, eos)
         block_bytes = layout.token_bytes * block_size
+        if place.type == "cpu":
+            _require_memory(block_bytes * num_blocks if num_blocks else kv_bytes or 0)
         with DeviceFailures("making the KV pool"), torch.inference_mode(), current(place):
             streams = Streams()
             if chosen in NATIVE:
@@ -372,6 +375,17 @@ def _choose_len(asked: int | None, default: int, longest: int) -> int:
     if not 1 <= asked <= longest:
         raise ModelError(f"max_model_len {asked} is not within this model's 1 to {longest}")
     return asked
+
+
+def _require_memory(pool_bytes: int) -> None:
+    """Raise ModelError if a pool that was asked for is larger than what we may still take: the
+    kernel would end this process once it is used. The usual pool is small, and may do."""
+    available = available_bytes()
+    if available is not None and pool_bytes > available:
+        raise ModelError(
+            f"a KV pool of {pool_bytes / 2**30:.1f} GiB (--kv-gib, --num-blocks) is more than the "
+            f"{available / 2**30:.1f} GiB of memory that this process may still take"
+        )
 
 
 def _choose_blocks(

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from shared.engine import torch_engine
 from shared.engine.torch_engine import TorchEngine
 from shared.engine.weights import Checkpoint
 from shared.errors import EngineFailed, LocalProtocolError, ModelError
@@ -49,6 +50,20 @@ def refused(folder: Path, *words: str) -> None:
         load(folder)
     for word in words:
         assert word in caught.value.message
+
+
+def test_a_pool_larger_than_memory_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is loaded: used, it would have the kernel end the process without a word. The
+    usual pool, for which nobody asked, is made."""
+    monkeypatch.setattr(torch_engine, "available_bytes", lambda: 1 << 20)
+    for asked in ({"kv_bytes": 3 << 30}, {"num_blocks": 1 << 20}):
+        with pytest.raises(ModelError, match=r"--kv-gib.* is more than the 0\.0 GiB"):
+            TorchEngine.load(folder, **asked)
+    TorchEngine.load(folder).close()
+    monkeypatch.setattr(torch_engine, "available_bytes", lambda: None)
+    TorchEngine.load(folder, num_blocks=1 << 16).close()
 
 
 NORM = "model.layers.1.input_layernorm.weight"
