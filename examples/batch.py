@@ -45,4 +45,4 @@ async def answer_all(rows: Any, answers: TextIO) -> None:
 
 with open(sys.argv[1]) as prompts, open(sys.argv[2], "w") as answers:
     # Lines are read as they are needed: the file may be large.
-    asyncio.run(answer_all((json.loads(line) for line in prompts), answers))
+    asyncio.run(answer_all((json.loads(line) for line in prompts if line.strip()), answers))
