@@ -27,7 +27,7 @@ class VllmKv(StampedKv):
         super().__init__(**settings)
         shape = (self.num_blocks, 1, self.block_size, 2 * self.layout.head_dim)
         pools = [torch.zeros(shape, dtype=torch.uint8) for _ in range(self.layout.num_layers)]
-        self._pools = HostPools([pools], self.layout, has_packed_keys=True)
+        self._pools = HostPools([pools], self.layout)
 
     def stamp(self, table: Sequence[int], start: int, stop: int, layer: int, request: int) -> None:
         """See StampedKv."""

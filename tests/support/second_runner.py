@@ -16,8 +16,13 @@ FOLDER = Path(sys.prefix) / "interpreter"
 
 
 def take_second_runner() -> None:
-    """Have this process take it, before vLLM is imported."""
-    os.environ |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+    """Have this process take it, before vLLM is imported, and whatever it starts."""
+    folders = [str(Path(__file__).with_name("second_runner_path")), *sys.path]
+    os.environ |= {
+        "TRITON_INTERPRET": "1",
+        "VLLM_USE_V2_MODEL_RUNNER": "1",
+        "PYTHONPATH": os.pathsep.join(folders),
+    }
     sys.path.append(str(FOLDER))
     import triton.backends as triton_backends
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support.engine_driver import Driver, Running, greedy
-from tests.vllm.conftest import EngineOf
+from tests.vllm.conftest import RUNNERS, EngineOf
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -74,9 +74,11 @@ def test_kv_of_some_ranks_goes_on_in_others(
             theirs.finish(moved)
 
 
-def test_ranks_say_what_one_rank_says(engine_of: EngineOf) -> None:
-    """In chunks and beside others, logprobs as well."""
-    one, two = Driver(engine_of("llama")), Driver(engine_of("llama", ranks=2), seed=1)
+@pytest.mark.parametrize("of_ranks", RUNNERS)
+def test_ranks_say_what_one_rank_says(of_ranks: str, engine_of: EngineOf) -> None:
+    """In chunks and beside others, logprobs as well, over either of vLLM's model runners."""
+    one = Driver(engine_of("llama"))
+    two = Driver(engine_of("llama", ranks=2, runner=of_ranks), seed=1)
     params = greedy(NUM_NEW, temperature=0.8, seed=4, logprobs=2, prompt_logprobs=1)
     want = [one.run_alone(prompt, params) for prompt in prompts()]
     got = two.run_mixed(prompts(), [params] * len(want), max_chunk=70)

@@ -89,7 +89,7 @@ def load_vllm(
             streams = CudaStreams(layout.num_layers, device, _stream_of_steps(core))
         else:
             ranks = [STEP.pools] if events is None else map_pools(meeting, num_ranks)
-            pools = HostPools(ranks, layout, has_packed_keys=layout.parts == 2)
+            pools = HostPools(ranks, layout)
         compiled = "eager" if wanted.model_config.enforce_eager else "compiled"
         facts = {
             "kernels": f"vllm {release}, {compiled}",
@@ -201,7 +201,7 @@ def _configured(
         "load_format": "safetensors",
         "num_gpu_blocks_override": config.num_blocks + 1 if config.num_blocks else None,
         "kv_cache_memory_bytes": kv_bytes,
-        "scheduler_cls": "shared.engine.vllm.plugins.RowScheduler",
+        "scheduler_cls": "shared.engine.vllm.plugins.NoScheduler",
         "kv_transfer_config": {
             "kv_connector": "LayerTap",
             "kv_connector_module_path": "shared.engine.vllm.plugins",

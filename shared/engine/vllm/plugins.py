@@ -1,4 +1,4 @@
-"""What vLLM calls while it computes a step that we planned: a scheduler that hands the step over, a
+"""What vLLM calls while it computes a step that we planned: what stands for its scheduler, a
 connector that hears of every layer, and our sampler as a logits processor.
 
 vLLM makes these objects itself, by name; in tensor parallel it does so in the processes of its
@@ -24,7 +24,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
 )
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.sample import sampler as vllm_sampler
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
@@ -106,59 +105,17 @@ def _no_counts(logprobs: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
 vllm_sampler.batched_count_greater_than = _no_counts
 
 
-class RowScheduler(SchedulerInterface):
-    """Stands where vLLM's scheduler would: ``rows.py`` gives the executor its steps itself."""
+class NoScheduler:
+    """Stands where vLLM's scheduler would: ``rows.py`` gives the executor its steps itself, so that
+    nothing is ever asked of it but what it was made with."""
 
-    connector = None
-    ec_connector = None
+    connector = ec_connector = None
 
-    def __init__(self, vllm_config: Any, kv_cache_config: Any, *_: Any, **__: Any) -> None:
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, **_: Any) -> None:
         self.kv_cache_config = kv_cache_config
 
-    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        raise AssertionError("pdmesh schedules")
-
-    def get_grammar_bitmask(self, scheduler_output: Any) -> None:
+    def get_kv_connector(self) -> None:
         return None
-
-    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
-        return {}
-
-    def update_draft_token_ids(self, draft_token_ids: Any) -> None: ...
-
-    def update_draft_token_ids_in_output(
-        self, draft_token_ids: Any, scheduler_output: Any
-    ) -> None: ...
-
-    def add_request(self, request: Any) -> None: ...
-
-    def finish_requests(self, request_ids: Any, finished_status: Any) -> list[Any]:
-        return []
-
-    def get_num_unfinished_requests(self) -> int:
-        return 0
-
-    def has_finished_requests(self) -> bool:
-        return False
-
-    @property
-    def pause_state(self) -> PauseState:
-        return PauseState.UNPAUSED
-
-    def set_pause_state(self, pause_state: PauseState) -> None: ...
-
-    def reset_prefix_cache(self, *_: Any, **__: Any) -> bool:
-        return True
-
-    def reset_encoder_cache(self) -> None: ...
-
-    def get_request_counts(self) -> tuple[int, int]:
-        return 0, 0
-
-    def make_stats(self) -> None:
-        return None
-
-    def shutdown(self) -> None: ...
 
 
 class LayerTap(KVConnectorBase_V1):
@@ -175,7 +132,6 @@ class LayerTap(KVConnectorBase_V1):
         self._eos = frozenset(extra.get("eos_token_ids", ()))
         self._end: RankEnd | None = None
         self._indices: dict[str, int] = {}
-        self._step = 0
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         names = sorted(kv_caches, key=extract_layer_index)
@@ -236,9 +192,6 @@ class RowSampler(LogitsProcessor):
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._names: dict[int, str] = {}
-
-    @classmethod
-    def validate_params(cls, sampling_params: Any) -> None: ...
 
     def is_argmax_invariant(self) -> bool:
         return False

@@ -45,11 +45,8 @@ class _Part(NamedTuple):
 class HostPools:
     """Pools in memory of this host: this process's, or mapped from its ranks'."""
 
-    def __init__(
-        self, ranks: Sequence[Sequence[torch.Tensor]], layout: KvLayout, *, has_packed_keys: bool
-    ) -> None:
-        """ranks: [rank][layer]. has_packed_keys: keys are transposed, as vLLM's CPU kernels like
-        them."""
+    def __init__(self, ranks: Sequence[Sequence[torch.Tensor]], layout: KvLayout) -> None:
+        """ranks: [rank][layer]."""
         self._layout = layout
         _, self._dtype = _OCTETS[DTYPE_BYTES[layout.dtype]]
         self._pools = [pool for pools in ranks for pool in pools]
@@ -59,7 +56,7 @@ class HostPools:
         for pools in zip(*ranks, strict=True):
             parts: list[_Part] = []
             for heads, pool in zip(_heads(len(ranks), layout), pools, strict=True):
-                parts += _host_parts(pool, heads, layout, has_packed_keys=has_packed_keys)
+                parts += _host_parts(pool, heads, layout)
             self._layers.append(parts)
 
     def gather(
@@ -159,6 +156,12 @@ def _require_uniform(pools: Sequence[torch.Tensor], layout: KvLayout) -> None:
             f"vLLM keeps {len(pools)} kinds of KV for {layout.num_layers} layers, with numbers of "
             f"{sorted(sizes)} bytes: what is handed over is one kind a layer, all in {layout.dtype}"
         )
+    for pool in pools:
+        if pool.shape[-1] != layout.parts * layout.head_dim:
+            raise EngineFailed(
+                f"vLLM's KV has {pool.shape[-1]} numbers a token and head, where the model's heads "
+                f"have {layout.head_dim}: keys and values must be of one size"
+            )
 
 
 def _frame_shape(layout: KvLayout, num_layers: int, num_tokens: int) -> tuple[int, ...]:
@@ -176,15 +179,11 @@ def _heads(num_ranks: int, layout: KvLayout) -> list[slice]:
     return [slice(rank * each, (rank + 1) * each) for rank in range(num_ranks)]
 
 
-def _host_parts(
-    pool: torch.Tensor, heads: slice, layout: KvLayout, *, has_packed_keys: bool
-) -> list[_Part]:
+def _host_parts(pool: torch.Tensor, heads: slice, layout: KvLayout) -> list[_Part]:
     bits, _ = _OCTETS[pool.element_size()]
-    if layout.parts == 1 or not has_packed_keys:
-        views = _side_by_side(pool.view(bits), layout)
-        return [
-            _Part(view.numpy(), idx, heads, is_transposed=False) for idx, view in enumerate(views)
-        ]
+    if layout.parts == 1:
+        (view,) = _side_by_side(pool.view(bits), layout)
+        return [_Part(view.numpy(), 0, heads, is_transposed=False)]
     num_blocks, num_heads, block_size, width = pool.shape
     halves = pool.view(bits).numpy().reshape(num_blocks, num_heads, 2, block_size * width // 2)
     keys = halves[:, :, 0].reshape(num_blocks, num_heads, width // 2, block_size)
@@ -202,8 +201,6 @@ def _side_by_side(pool: torch.Tensor, layout: KvLayout) -> Sequence[torch.Tensor
     """Views [block, head, offset, dim] of a pool in which the parts of a token lie side by side."""
     if pool.dim() == 3:
         pool = pool.unsqueeze(1)  # a latent vector: one head
-    if pool.shape[-1] != layout.parts * layout.head_dim:
-        raise EngineFailed(f"vLLM's KV has {pool.shape[-1]} numbers a token and head, which is odd")
     return pool.split(layout.head_dim, dim=-1)
 
 

@@ -42,13 +42,6 @@ _EVENT = struct.Struct("<BHI")
 _SOCKET = "layers"
 _FAILED = "failed-{}"
 _RANK_FILE = "rank-{}.json"
-_DTYPES = {
-    str(dtype): dtype
-    for dtype in (
-        *(torch.float32, torch.bfloat16, torch.float16),
-        *(torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2),
-    )
-}
 
 
 class RankEnd:
@@ -79,8 +72,6 @@ class RankEnd:
         tensors: list[dict[str, object]] = []
         for pool in pools:
             storage = pool.untyped_storage()
-            if storage.device.type != "cpu":
-                raise EngineFailed("tensor parallel workers share KV of host memory alone")
             handle = handles.get(storage.data_ptr())
             if handle is None:
                 storage.share_memory_()
@@ -93,7 +84,7 @@ class RankEnd:
                     "shape": list(pool.shape),
                     "stride": list(pool.stride()),
                     "offset": pool.storage_offset(),
-                    "dtype": str(pool.dtype),
+                    "dtype": str(pool.dtype).removeprefix("torch."),
                 }
             )
         place = Path(folder)
@@ -165,9 +156,9 @@ def map_pools(folder: Path, num_ranks: int) -> list[list[torch.Tensor]]:
                     maps[handle] = torch.UntypedStorage._new_shared_filename_cpu(
                         manager.encode(), handle.encode(), size
                     )
-                empty = torch.empty(0, dtype=_DTYPES[it["dtype"]])
+                empty = torch.empty(0, dtype=getattr(torch, it["dtype"]))
                 pools.append(empty.set_(maps[handle], it["offset"], it["shape"], it["stride"]))
-        except (OSError, RuntimeError, KeyError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             raise EngineFailed(f"the KV of rank {rank} cannot be mapped: {error}") from error
         found.append(pools)
     return found
