@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -79,3 +80,11 @@ def pytest_collection_modifyitems(
     config.stash[COLLECTED] = tuple(items)
     yield  # -m and -k choose, and an order is drawn
     items.sort(key=lambda item: not is_in_slow_folder(item))
+
+
+@pytest.fixture
+def hears_hangup() -> Iterator[None]:
+    """What a test starts hears SIGHUP, also where the tests run under ``nohup``."""
+    before = signal.signal(signal.SIGHUP, lambda *_: None)
+    yield
+    signal.signal(signal.SIGHUP, before)

@@ -86,6 +86,7 @@ SERVE = """
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.usefixtures("hears_hangup")
 async def test_first_signal_drains(number: signal.Signals) -> None:
     """A signal asks the service to drain; ending well is exit code 0."""
     async with child(SERVE + "    print('drained', file=sys.stderr)") as it:
@@ -109,6 +110,7 @@ async def test_second_signal_ends_at_once() -> None:
     assert code == 128 + signal.SIGTERM
 
 
+@pytest.mark.usefixtures("hears_hangup")
 async def test_a_terminal_that_goes_away_twice_cuts_no_drain_off() -> None:
     """Its shell and the kernel may both tell of its end."""
     body = SERVE + "    process.ready(draining=1)\n    await asyncio.sleep(1)"
