@@ -28,6 +28,7 @@ def explain(
     /,
     *,
     replay: Annotated[bool, PLAIN] = False,
+    policy: Annotated[str, PLAIN] = "",
     json: Annotated[bool, PLAIN] = False,
     gateway: RunningGateway = LOCAL_GATEWAY,
 ) -> int:
@@ -42,6 +43,9 @@ def explain(
         The id of an answer, or of the header x-request-id; or a file that --json wrote.
     replay
         Decide again here, from the record alone, and say whether it comes out the same.
+    policy
+        With --replay: the policy of your own that decided, package.module:Class. A record's word
+        alone imports nothing.
     json
         Print the record instead, to keep it.
     """
@@ -61,9 +65,9 @@ def explain(
     for line in lines:
         print(line)
     is_same = True
+    load_policy(policy)
     if replay:
         for decision in told["decisions"]:
-            load_policy(decision.get("policy", ""))
             again = decide_again(decision)
             is_same = is_same and not again.differences
             verdict = "; ".join(again.differences) or "the same pair, from the same scores"

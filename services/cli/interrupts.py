@@ -8,7 +8,8 @@ import signal
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
-SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+from shared.runtime.service import ending_signals
+
 EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
 Main = Callable[[], Coroutine[Any, Any, None]]
 
@@ -46,9 +47,7 @@ class Interrupts:
             else:
                 self.at_once()
 
-        # Under nohup a terminal that goes away ends nothing.
-        is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        signals = SIGNALS[:2] if is_nohup else SIGNALS
+        signals = ending_signals()
         for number in signals:
             loop.add_signal_handler(number, on_signal, number)
         try:

@@ -51,8 +51,6 @@ GC_THRESHOLD = (20_000, 10, 100)
 the older ones are looked at (CPython: 700, 10, 10). Cyclic garbage is rare here; the default looked
 at live requests again and again, 4 to 7 % of a gateway's time (bench/gateway/README.md)."""
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-
 
 class Process:
     """What ``main`` sees of its process."""
@@ -132,6 +130,13 @@ def run_configured(name: str, kind: type[Config], run: Callable[[Config], int]) 
     return run(config)
 
 
+def ending_signals() -> tuple[signal.Signals, ...]:
+    """Return what asks a process to end: under ``nohup`` not the end of its terminal."""
+    asked = (signal.SIGINT, signal.SIGTERM)
+    is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return asked if is_nohup else (*asked, signal.SIGHUP)
+
+
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     if importlib.util.find_spec("uvloop") is None:
         return None
@@ -195,8 +200,7 @@ async def _supervise(name: str, main: Main, parent: Parent, drain_s: float) -> i
     async def run() -> bool:
         return await main(process)
 
-    is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    signals = SIGNALS[:2] if is_nohup else SIGNALS
+    signals = ending_signals()
     for number in signals:
         loop.add_signal_handler(number, on_signal, number)
     parent.watch(stop)

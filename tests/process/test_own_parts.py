@@ -91,7 +91,12 @@ def test_a_mesh_of_ones_own_engine_and_policy(folder: Path) -> None:
             so_far.append(want[-1])
         text, request_id = completion(url, [3, 5, 9])
         assert text == Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json")).decode(want)
-        explain = start(folder, "explain", request_id, "--url", url, "--replay")
+        asked = ("explain", request_id, "--url", url, "--replay")
+        unnamed = start(folder, *asked)
+        _, wrong = unnamed.communicate(timeout=60)
+        assert unnamed.returncode == 2
+        assert "--policy names one of your own" in wrong
+        explain = start(folder, *asked, "--policy", "own_policies:Last")
         said, wrong = explain.communicate(timeout=60)
         assert (explain.returncode, wrong) == (0, "")
         assert "policy own_policies:Last" in said

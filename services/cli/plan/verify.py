@@ -253,7 +253,8 @@ def _setting(seen: SeenTraffic, flags: VerifyFlags) -> tuple[MeshShape, MeshSett
     """The mesh as it stands, or as the flags say; and what is to be said of it."""
     mesh, notes = seen.mesh, _notes(seen)
     policy = flags.policy or (mesh.policy if mesh is not None else "least_loaded")
-    load_policy(policy)
+    if policy not in POLICIES:  # a name that a gateway tells imports nothing
+        raise InvalidRequest(f"the mesh routes by {policy}: say so with --policy {policy}")
     workers = [] if mesh is None else [it for it in mesh.workers if not it.draining]
     if flags.mesh is not None:
         shape = read_mesh(flags.mesh)

@@ -159,7 +159,9 @@ def _replay(record: Mapping[str, Any]) -> Replay:
     name = record["policy"]
     if name not in POLICIES:
         raise InvalidRequest(
-            f"this release has no policy {name!r}, only {', '.join(POLICIES)}", code="no_record"
+            f"this release has no policy {name!r}, only {', '.join(POLICIES)}; --policy names one "
+            "of your own",
+            code="no_record",
         )
     policy = POLICIES[name]()
     memory = policy.memory = record["memory"]
