@@ -58,6 +58,18 @@ def test_steps_that_take_longer_than_reported_are_named(
     assert "TPOT is off most in later gaps" in said
 
 
+def test_a_policy_that_only_the_gateway_names_imports_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Whoever answers as a gateway would choose which module runs here; the user may say it."""
+    body = {**recent(rate=2.0), "policy": "services.gateway.core.routing:Random"}
+    with StubGateway({PATH: body}) as gateway:
+        asked = ["plan", "verify", "--url", gateway.url]
+        assert main(asked) == 2
+        assert "the mesh routes by services.gateway.core.routing:Random" in capsys.readouterr().err
+        assert main([*asked, "--policy", body["policy"]]) != 2
+
+
 def test_without_what_was_cached_the_replay_is_another_one(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
