@@ -103,6 +103,13 @@ class Mesh(Protocol):
         """What is served; None while no worker has said so yet."""
         ...
 
+    async def wait_for_model(self, deadline_at: float | None) -> ServedModel:
+        """Return what is served, once a worker has said so: waited for as long as for a pair.
+
+        Raises Overloaded: none has in time, or too many wait. ShuttingDown.
+        """
+        ...
+
     @property
     def is_ready(self) -> bool:
         """Whether a request would be admitted now, load aside."""

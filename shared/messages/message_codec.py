@@ -15,7 +15,7 @@ import betterproto2
 from grpclib.encoding.base import CodecBase
 
 from shared.errors import MeshError, RemoteProtocolError, TooLarge
-from shared.messages.wire_format import Reader, Room, Writer, reader, writer
+from shared.messages.wire_format import Malformed, Reader, Room, Writer, reader, writer
 
 PREFIX_BYTES = 5
 """Of a gRPC message: one byte that says whether it is compressed, four of length."""
@@ -62,9 +62,22 @@ class MessageCodec(CodecBase):
             raise
         except Exception as error:
             raise RemoteProtocolError(
-                f"the bytes are not a {message_type.__name__}: {type(error).__name__}",
+                f"the bytes are not a {message_type.__name__}: {_why(error)}",
                 code="malformed_message",
             ) from error
+
+
+def _why(error: Exception) -> str:
+    """What is wrong with the bytes, in words of the wire instead of Python's."""
+    match error:
+        case IndexError():
+            return "they end in the middle of it"
+        case UnicodeDecodeError():
+            return "a text in it is not UTF-8"
+        case Malformed():
+            return str(error)
+        case _:  # of the protobuf library, which reads the standard services' messages
+            return type(error).__name__
 
 
 @cache

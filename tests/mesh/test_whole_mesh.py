@@ -27,6 +27,7 @@ from shared.errors import (
     IncompatiblePeer,
     InvalidRequest,
     InvariantViolated,
+    MeshError,
     Overloaded,
     ShuttingDown,
     WorkerLost,
@@ -340,6 +341,47 @@ async def test_a_worker_that_joins_late_takes_a_waiting_request() -> None:
             await asyncio.sleep(0.2)
             await mesh.start_worker("decode")
         assert asked.result().token_ids == expected(a_prompt(40), 6)
+
+
+@virtual_time
+async def test_a_request_that_comes_before_all_workers_waits_for_one() -> None:
+    """A gateway that has just been started, or replaced, knows nobody yet: as long as for a pair,
+    as many as may wait, and never beyond a deadline.
+    """
+    settings = {"max_wait_s": 3.0, "max_waiting": 2}
+    async with whole_mesh(num_prefill=0, num_decode=0, gateway=settings) as mesh:
+        loop = asyncio.get_running_loop()
+
+        async def refused(after_s: float, timeout_s: float | None = None) -> MeshError:
+            began_at = loop.time()
+            error = (await mesh.ask(a_prompt(40), 6, timeout_s=timeout_s)).error
+            assert loop.time() - began_at == pytest.approx(after_s, abs=0.1)
+            assert error is not None
+            return error
+
+        assert (await refused(3.0)).code == "not_ready"
+        assert isinstance(await refused(1.0, timeout_s=1.0), DeadlinePassed)
+        async with asyncio.TaskGroup() as tasks:
+            asked = [tasks.create_task(mesh.ask(a_prompt(40, seed=i), 6)) for i in range(2)]
+            await asyncio.sleep(0.2)
+            assert (await refused(0.0)).code == "not_ready"  # two wait already
+            await mesh.start_worker("prefill")
+            await mesh.start_worker("decode")
+        for seed, task in enumerate(asked):
+            assert task.result().token_ids == expected(a_prompt(40, seed=seed), 6)
+
+
+@virtual_time
+async def test_who_waits_for_the_first_worker_hears_that_the_gateway_ends() -> None:
+    """At once, and not when the wait is over."""
+    async with whole_mesh(num_prefill=0, num_decode=0, gateway={"max_wait_s": 20.0}) as mesh:
+        async with asyncio.TaskGroup() as tasks:
+            asked = tasks.create_task(mesh.ask(a_prompt(40), 6))
+            await asyncio.sleep(0.2)
+            mesh.gateways[0].stop.set()
+            ended_at = asyncio.get_running_loop().time() + 1
+        assert isinstance(asked.result().error, ShuttingDown)
+        assert asyncio.get_running_loop().time() < ended_at
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

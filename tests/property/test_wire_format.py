@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared import wire
-from shared.errors import LocalProtocolError
+from shared.errors import LocalProtocolError, RemoteProtocolError
 from shared.messages.descriptors import descriptors
 from shared.messages.message_codec import MessageCodec
 from shared.messages.wire_format import Malformed, Room, reader
@@ -153,3 +153,18 @@ def _types(message: Any) -> Any:
         name: _types(value) if isinstance(value, betterproto2.Message) else type(value)
         for name, value in message.__dict__.items()
     }
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"\x0a", "they end in the middle of it"),
+        (b"\x0a\x05ab", "a field that is cut short"),
+        (b"\x0a\x01\xff", "a text in it is not UTF-8"),
+        (b"\x08" + b"\xff" * 10, "a number of more than 64 bits"),
+    ],
+)
+def test_a_client_reads_what_is_wrong_with_its_bytes(data: bytes, why: str) -> None:
+    """In words of the wire: Python's ("IndexError") tell a client in another language nothing."""
+    with pytest.raises(RemoteProtocolError, match=f"are not a TokenizeRequest: {why}"):
+        CODEC.decode(data, wire.TokenizeRequest)

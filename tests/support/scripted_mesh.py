@@ -19,7 +19,7 @@ from services.gateway.mesh import Generation, GenerationRequest, ServedModel, Ta
 from services.gateway.text.text_model import TextModel
 from services.gateway.workers.cluster import cluster_body
 from shared.config import GatewayConfig
-from shared.errors import MeshError, NotFound
+from shared.errors import MeshError, NotFound, Overloaded
 from shared.ids import Incarnation
 from shared.request import AnswerToken, FinishReason, TokenLogprobs
 from shared.rpc.network import Address
@@ -92,6 +92,9 @@ class ScriptedMesh:
         self.requests: list[GenerationRequest] = []
         self.num_running = 0
         self._changed = asyncio.Event()
+
+    async def wait_for_model(self, deadline_at: float | None) -> ServedModel:
+        raise Overloaded(self.not_ready_reason, code="not_ready", retry_after_s=1.0)
 
     @property
     def is_ready(self) -> bool:

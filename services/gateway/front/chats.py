@@ -66,7 +66,7 @@ async def asked_chat(
     Raises MeshError: the first thing that is wrong.
     """
     use = await _used(asked, form, front)
-    model = front.model(model_name)
+    model = await front.model(model_name, caller)
     prompt = await front.chat_prompt(messages(), rendering, caller, form.cache_salt)
     if is_counted and len(prompt.token_ids) >= model.max_model_len:
         model = replace(model, max_model_len=model.max_model_len + len(prompt.token_ids))

@@ -29,7 +29,7 @@ from services.gateway.text.text_model import TextModel
 from services.gateway.text.tool_calls import ThoughtParser
 from services.gateway.text.tool_families import Family, chosen_family, chosen_thinking
 from shared.config import GatewayConfig
-from shared.errors import NotFound, Overloaded
+from shared.errors import NotFound
 from shared.ids import RandomBytes, RequestId, new_request_id
 from shared.telemetry.moments import Moment, note
 from shared.telemetry.tallies import Counts
@@ -188,18 +188,12 @@ class FrontDoor:
         checked = limits.checked_above_zero(timeout_s, limits.MAX_TIMEOUT_S, param=param)
         return caller.arrived_at + checked
 
-    def model(self, name: str | None) -> ServedModel:
+    async def model(self, name: str | None, caller: Caller) -> ServedModel:
         """Return the model of this name; empty or None = the one served.
 
-        Raises NotFound: another is served. Overloaded: none is served yet.
+        Raises NotFound: another is served. Overloaded, ShuttingDown: none is served.
         """
-        model = self.mesh.model
-        if model is None:
-            raise Overloaded(
-                self.mesh.not_ready_reason or "no worker has joined yet",
-                code="not_ready",
-                retry_after_s=1.0,
-            )
+        model = self.mesh.model or await self.mesh.wait_for_model(caller.deadline_at)
         if name and name != model.name:
             raise NotFound(
                 f"no model of this name is served here: its name is {model.name}",

@@ -79,7 +79,7 @@ class Inference:
         """Ids of a text or of rendered messages."""
         with self._recorded(stream, TOKENIZE.path) as call:
             self._admit(stream, call)
-            model = self._front.model(request.model)
+            model = await self._front.model(request.model, call.caller)
             text = request.text
             if bool(text) == bool(request.messages):
                 raise InvalidRequest("give either text or messages", param="text")
@@ -233,7 +233,7 @@ class Inference:
             request,
             *("rendering", "tools", "tool_choice", "parallel_tool_calls", "separate_reasoning"),
         )
-        model = front.model(request.model)
+        model = await front.model(request.model, caller)
         ids: Sequence[int]
         if given[0] == "token_ids":
             ids = column_of(request.token_ids, "token_ids")

@@ -250,7 +250,7 @@ class HttpDoor:
 
     async def one_model(self, request: HttpRequest, call: Call) -> Response:
         """Tell of one model."""
-        model = self._front.model(request.parameters["name"])
+        model = await self._front.model(request.parameters["name"], call.caller)
         return json_response(_model_card(model), headers=call.headers)
 
     # --- text -----------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ class HttpDoor:
         """Turn a prompt, or messages by the chat template, into token ids."""
         body = await read_body(request, call, _TOKENIZE)
         refuse_unserved(body)
-        model = self._front.model(body.model)
+        model = await self._front.model(body.model, call.caller)
         text = self._front.text
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("give either prompt or messages", param="prompt")
@@ -277,7 +277,7 @@ class HttpDoor:
     async def detokenize(self, request: HttpRequest, call: Call) -> Response:
         """Turn token ids into text."""
         body = await read_body(request, call, _DETOKENIZE)
-        model = self._front.model(body.model)
+        model = await self._front.model(body.model, call.caller)
         ids = limits.checked_token_ids(body.tokens, model.vocab_size, param="tokens")
         text = await self._front.text.decode(ids)
         return json_response(bodies.Text(text), headers=call.headers)
@@ -302,7 +302,7 @@ class HttpDoor:
         form = body.form()
         await self._front.structured(form)
         call.caller.asked = asked_by(request.headers)
-        model = self._front.model(body.model)
+        model = await self._front.model(body.model, call.caller)
         prompts = await self._prompts(body)
         choices = self._front.choices(call.caller, model, prompts, form)
         echo = await self._echo(choices, prompts) if body.echo else None

@@ -32,7 +32,7 @@ from services.gateway.workers.planning import Planner
 from services.gateway.workers.session import RequestShell
 from services.gateway.workers.timeline import AnswerWatcher, Timeline
 from shared.config import GatewayConfig
-from shared.errors import InvalidRequest, MeshError, NotFound, ShuttingDown
+from shared.errors import InvalidRequest, MeshError, NotFound, Overloaded, ShuttingDown
 from shared.ids import Incarnation
 from shared.tenants import Tenant
 
@@ -114,6 +114,7 @@ class GatewayMesh:
             tenants=Tenants(tenants),
         )
         self._stays: dict[bytes, _Stay] = {}
+        self._num_early = 0  # requests that came before any worker
         self._timer: asyncio.TimerHandle | None = None
         self._recent: dict[bytes, Timeline] = {}
 
@@ -128,6 +129,26 @@ class GatewayMesh:
             max_model_len=self._members.table.max_model_len,
             created=self._created,
         )
+
+    async def wait_for_model(self, deadline_at: float | None) -> ServedModel:
+        until = asyncio.get_running_loop().time() + self._config.max_wait_s
+        if deadline_at is not None:
+            until = min(until, deadline_at)
+        may_wait = self._num_early < self._config.max_waiting
+        self._num_early += 1
+        try:
+            async with asyncio.timeout_at(until):
+                while self.model is None and may_wait and not self._is_draining:
+                    await self._members.usability.next.wait()
+        except TimeoutError:
+            pass
+        finally:
+            self._num_early -= 1
+        if self._is_draining:
+            raise ShuttingDown("this gateway is shutting down", retry_after_s=1.0)
+        if (model := self.model) is None:
+            raise Overloaded(self.not_ready_reason, code="not_ready", retry_after_s=1.0)
+        return model
 
     @property
     def is_ready(self) -> bool:

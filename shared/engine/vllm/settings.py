@@ -55,6 +55,7 @@ _REFUSED: Mapping[str, str] = {
         (
             *("scheduler_cls", "async_scheduling", "scheduling_policy", "enable_chunked_prefill"),
             *("max_num_scheduled_tokens", "long_prefill_token_threshold", "watermark"),
+            "watermark_config",
         ),
         "pdmesh schedules",
     ),
@@ -69,7 +70,10 @@ _REFUSED: Mapping[str, str] = {
         ("decode_context_parallel_size", "prefill_context_parallel_size"),
         "a rank must have its heads' KV of every token; tensor_parallel_size is served",
     ),
-    "logits_processors": "pdmesh samples",
+    **dict.fromkeys(
+        ("logits_processors", "return_sampling_mask", "enable_batch_sharded_sampling"),
+        "pdmesh samples",
+    ),
     "logprobs_mode": "logprobs are those of the raw distribution",
     **dict.fromkeys(
         ("speculative_config", "spec_method", "spec_model", "spec_tokens"),
