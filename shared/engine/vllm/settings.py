@@ -55,7 +55,6 @@ _REFUSED: Mapping[str, str] = {
         (
             *("scheduler_cls", "async_scheduling", "scheduling_policy", "enable_chunked_prefill"),
             *("max_num_scheduled_tokens", "long_prefill_token_threshold", "watermark"),
-            "watermark_config",
         ),
         "pdmesh schedules",
     ),
@@ -71,7 +70,10 @@ _REFUSED: Mapping[str, str] = {
         "a rank must have its heads' KV of every token; tensor_parallel_size is served",
     ),
     **dict.fromkeys(
-        ("logits_processors", "return_sampling_mask", "enable_batch_sharded_sampling"),
+        (
+            *("logits_processors", "watermark_config", "return_sampling_mask"),
+            "enable_batch_sharded_sampling",
+        ),
         "pdmesh samples",
     ),
     "logprobs_mode": "logprobs are those of the raw distribution",

@@ -150,6 +150,7 @@ def test_what_a_flag_of_ours_sets_is_refused_with_that_flag(key: str, flag: str)
         ("ec_transfer_config={}", "pdmesh moves KV"),
         ("logits_processors=mine", "pdmesh samples"),
         ("return_sampling_mask=true", "pdmesh samples"),
+        ("watermark_config=/x", "pdmesh samples"),
         ("logprobs_mode=processed_logits", "logprobs are those of the raw distribution"),
         ("kv_offloading_size=1", "--dram-cache and --ssd-cache keep KV below the pool"),
         ("decode_context_parallel_size=2", "tensor_parallel_size is served"),
