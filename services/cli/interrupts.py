@@ -40,6 +40,9 @@ class Interrupts:
         assert task is not None
 
         def on_signal(number: signal.Signals) -> None:
+            # A terminal that goes away says so once itself, and once by its shell.
+            if self.received and number is signal.SIGHUP:
+                return
             self.received.append(number)
             if len(self.received) == 1:
                 task.cancel()

@@ -285,6 +285,11 @@ async def test_a_worker_that_ends_leaves_nothing(
         ({"vllm_args": "/no/such/file"}, EXIT_BAD_CONFIG, ["/no/such/file"]),
         ({"vllm_args": EAGER, "exact": "1"}, EXIT_FAILED, ["--exact"]),
         ({"vllm_args": f"{EAGER} model_impl=odd"}, EXIT_BAD_CONFIG, ["model_impl must be one of"]),
+        (
+            {"vllm_args": f"{EAGER} model_impl=terratorch"},
+            EXIT_BAD_CONFIG,
+            ["model_impl must be one of auto, vllm, transformers"],
+        ),
         ({"vllm_args": EAGER, "kernels": "native"}, EXIT_BAD_CONFIG, ["--kernels has no effect"]),
         ({"vllm_args": EAGER, "block_size": 17}, EXIT_BAD_CONFIG, ["--block-size", "32"]),
         (

@@ -219,7 +219,8 @@ def _configured(
         config, is_cpu=is_cpu, has_latent_kv="kv_lora_rank" in files.text_config
     )
     settings.require_known(arguments, {field.name for field in dataclasses.fields(EngineArgs)})
-    settings.require_choice(arguments, "model_impl", get_args(ModelImpl))
+    impls = [impl for impl in get_args(ModelImpl) if impl != "terratorch"]  # which has no text
+    settings.require_choice(arguments, "model_impl", impls)
     try:
         made = EngineArgs(**common | dict(arguments)).create_engine_config()
     except MeshError:

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from services.cli.interrupts import run_interruptible
+from services.cli.interrupts import Interrupts, run_interruptible
 
 
 @pytest.mark.parametrize(("before", "code"), [(signal.SIG_DFL, 129), (signal.SIG_IGN, 0)])
@@ -26,3 +26,26 @@ def test_under_nohup_a_terminal_that_goes_away_ends_nothing(
         assert run_interruptible(main) == code
     finally:
         signal.signal(signal.SIGHUP, was)
+
+
+@pytest.mark.usefixtures("hears_hangup")
+def test_a_terminal_that_goes_away_says_so_twice_and_cleanup_goes_on() -> None:
+    """Its shell tells its jobs, and the kernel who is in front; Ctrl-C still ends at once."""
+    interrupts = Interrupts()
+    told: list[str] = []
+    is_killed = asyncio.Event()
+    interrupts.at_once = is_killed.set
+
+    async def main() -> None:
+        os.kill(os.getpid(), signal.SIGHUP)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            os.kill(os.getpid(), signal.SIGHUP)
+            await asyncio.sleep(0.1)
+            told.append("killed" if is_killed.is_set() else "cleans up")
+            os.kill(os.getpid(), signal.SIGINT)
+            await is_killed.wait()
+
+    assert interrupts.run(main) == 128 + signal.SIGHUP
+    assert told == ["cleans up"]
