@@ -20,6 +20,7 @@ from services.sim.orders import WorkerSize
 from shared.engine.fake import DEFAULT_TIMING
 from shared.predict.times import AffineTimes
 from shared.telemetry.definitions import Slo, attainment
+from shared.worker.core.leases import Effect, Leases
 from tests.support.core_mesh import MODEL, ExactEngine, simulated_mesh
 
 COST = AffineTimes(base_s=0.010, prompt_token_s=1e-4, decode_row_s=2e-4, context_token_s=1e-7)
@@ -175,6 +176,42 @@ def test_skipping_equal_steps_changes_nothing_where_blocks_are_short(seed: int) 
         return answers, [it.core.work.most_held for it in mesh.members.values()]
 
     assert run(skips=True) == run(skips=False)
+
+
+@pytest.mark.parametrize("seed", [5029, 5088, 5092])
+def test_skipping_equal_steps_changes_nothing_where_reservations_give_way(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of workers that do both: prompts wait for room that leases hold, until the newest lease goes
+    and its request is tried again."""
+    gave: list[Effect] = []
+    give_way = Leases._give_way
+
+    def counted(leases: Leases) -> list[Effect]:
+        effects = give_way(leases)
+        gave.extend(effects)
+        return effects
+
+    monkeypatch.setattr(Leases, "_give_way", counted)
+    rng = random.Random(seed)
+    kinds = rng.choice([(1, 1, 0), (2, 2, 0), (2, 1, 0), (1, 2, 0), (1, 1, 1)])
+    num_blocks = rng.choice([40, 48, 64])
+    at, requests = 0.0, list[SimRequest]()
+    for idx in range(60):
+        prompt = (idx + 10,) * rng.randint(200, num_blocks * 16 - 100)
+        requests.append(SimRequest(at, prompt, rng.randint(1, 80)))
+        at += rng.expovariate(rng.choice([30, 300]))
+
+    def run(*, skips: bool) -> list[SimAnswer]:
+        gave.clear()
+        return run_open_loop(
+            mesh_of(*kinds, num_blocks=num_blocks, policy="splitwise", skips=skips), requests
+        )
+
+    exact = run(skips=False)
+    assert gave
+    assert run(skips=True) == exact
+    assert gave
 
 
 def test_prefixes_that_are_there_are_not_computed_again() -> None:
