@@ -90,11 +90,11 @@ class AnswerToken(msgspec.Struct, frozen=True, gc=False):
     """A token of an answer, as a worker tells it and a gateway hands it on. There is one for each,
     so it is a record that costs a quarter of a named tuple to make.
 
-    position: in the answer, from 0. prompt_logprobs: with an attempt's first token if asked for,
+    index: in the answer, from 0. prompt_logprobs: with an attempt's first token if asked for,
     one entry a prompt token, the first NaN.
     """
 
-    position: int
+    index: int
     token_id: int
     finish_reason: FinishReason = FinishReason.NONE
     logprobs: TokenLogprobs | None = None

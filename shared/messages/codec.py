@@ -59,11 +59,12 @@ _TRACE_CONTEXT = re.compile("00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 class StepColumns(NamedTuple):
     """A checked ``StepTokens``, not yet cut into rows: row i is value i of each column.
 
-    finish_reasons: values of ``FinishReason``. logprobs: None = nobody asked for any.
+    indices: of the tokens in their answers. finish_reasons: values of ``FinishReason``. logprobs:
+    None = nobody asked for any.
     """
 
     stream_ids: Sequence[int]
-    positions: Sequence[int]
+    indices: Sequence[int]
     token_ids: Sequence[int]
     finish_reasons: Sequence[int]
     logprobs: Sequence[TokenLogprobs | None] | None
@@ -393,7 +394,7 @@ def step_columns_from_wire(step: wire.StepTokens) -> StepColumns:
     """Unpack and check one step's tokens; a row without logprobs has None."""
     stream_ids = unpack_u32(step.stream_ids, name="stream_ids")
     count = len(stream_ids)
-    positions = unpack_u32(step.indices, count=count, name="indices")
+    indices = unpack_u32(step.indices, count=count, name="indices")
     token_ids = unpack_u32(step.token_ids, count=count, name="token_ids")
     reasons = unpack_u8(step.finish_reasons, count=count, name="finish_reasons")
     if max(reasons, default=0) > _LAST_REASON:
@@ -402,7 +403,7 @@ def step_columns_from_wire(step: wire.StepTokens) -> StepColumns:
     if step.logprobs:
         rows = _unflatten(count, step.logprobs, step.top_counts, step.top_ids, step.top_logprobs)
         logprobs = [None if math.isnan(row.logprob) else row for row in rows]
-    return StepColumns(stream_ids, positions, token_ids, reasons, logprobs)
+    return StepColumns(stream_ids, indices, token_ids, reasons, logprobs)
 
 
 def prefill_token_to_wire(

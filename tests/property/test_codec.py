@@ -130,7 +130,7 @@ def test_step_tokens_survive_the_wire(rows: list[tuple[StreamId, AnswerToken]]) 
 def _sampled(token: AnswerToken) -> NewToken:
     """The token as the worker that sampled it has it."""
     item = WorkItem(token_ids=(1,), num_prompt_tokens=1, sampling=SamplingParams())
-    facts = token.token_id, token.position, token.finish_reason, token.logprobs
+    facts = token.token_id, token.index, token.finish_reason, token.logprobs
     return NewToken(TokenSequence(item), *facts, ())
 
 

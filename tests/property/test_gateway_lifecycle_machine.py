@@ -144,8 +144,8 @@ class LifecycleMachine(RuleBasedStateMachine):
 
     @invariant()
     def tokens_leave_once_and_in_order(self) -> None:
-        assert [token.position for token in self.emitted] == list(range(len(self.emitted)))
-        assert all(token.token_id == 100 + token.position for token in self.emitted)
+        assert [token.index for token in self.emitted] == list(range(len(self.emitted)))
+        assert all(token.token_id == 100 + token.index for token in self.emitted)
         assert self.life.token_ids == (1, 2, *(token.token_id for token in self.emitted))
 
     @invariant()

@@ -81,12 +81,12 @@ class FakeRequest:
     def add_tokens(self, step: wire.StepTokens) -> None:
         for stream_id, token in step_tokens_from_wire(step):
             if stream_id == self.stream_id:
-                self._add(token.position, token.token_id, token.finish_reason)
+                self._add(token.index, token.token_id, token.finish_reason)
 
     def add_first(self, event: wire.PrefillToken) -> None:
         self.token = event
         token, _ = codec.prefill_token_from_wire(event)
-        self._add(token.position, token.token_id, token.finish_reason)
+        self._add(token.index, token.token_id, token.finish_reason)
 
     def _add(self, index: int, token_id: int, finish: FinishReason) -> None:
         assert index not in self.tokens, "an index came twice"

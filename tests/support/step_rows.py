@@ -10,9 +10,9 @@ from shared.request import AnswerToken, FinishReason
 
 def step_tokens_from_wire(step: wire.StepTokens) -> list[tuple[StreamId, AnswerToken]]:
     """Unpack and check one step's tokens."""
-    ids, positions, token_ids, reasons, logprobs = codec.step_columns_from_wire(step)
-    rows = zip(ids, positions, token_ids, reasons, logprobs or [None] * len(ids), strict=True)
+    ids, indices, token_ids, reasons, logprobs = codec.step_columns_from_wire(step)
+    rows = zip(ids, indices, token_ids, reasons, logprobs or [None] * len(ids), strict=True)
     return [
-        (StreamId(stream_id), AnswerToken(position, token_id, FinishReason(reason), logprob))
-        for stream_id, position, token_id, reason, logprob in rows
+        (StreamId(stream_id), AnswerToken(index, token_id, FinishReason(reason), logprob))
+        for stream_id, index, token_id, reason, logprob in rows
     ]

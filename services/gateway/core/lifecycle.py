@@ -107,7 +107,7 @@ Effect = AnswerToken | CancelLeg | Reroute | End
 class _Attempt:
     number: int
     open_legs: list[Leg]
-    first_position: int
+    first_index: int
     has_first_token: bool = False
     is_granted: bool = False
     has_joined: bool = False
@@ -189,25 +189,25 @@ class Lifecycle:
         if current is None or current.number != attempt or leg not in current.open_legs:
             self.num_dropped += 1
             return []
-        position, output = token.position, self._output
+        index, output = token.index, self._output
         if leg is _PREFILL:
-            if position != current.first_position:
+            if index != current.first_index:
                 raise RemoteProtocolError("prefill brings the first token alone", param="index")
             current.has_first_token = True
         else:
             current.is_granted = True
-        if position < len(output) or position in self._early:
+        if index < len(output) or index in self._early:
             self.num_dropped += 1
             return []
-        is_alone = position == len(output) and not self._early and not token.finish_reason
+        is_alone = index == len(output) and not self._early and not token.finish_reason
         if is_alone and current.is_granted:
             # Nothing waits for it, as for nearly all: there is nothing else to decide.
             output.append(token.token_id)
             return [token]
-        self._early[position] = token
+        self._early[index] = token
         return self._release(current)
 
-    def many_arrived(self, attempt: int, leg: Leg, position: int, token_ids: Sequence[int]) -> bool:
+    def many_arrived(self, attempt: int, leg: Leg, index: int, token_ids: Sequence[int]) -> bool:
         """A leg reported tokens in a row, none of them the answer's last. True: they were next, and
         are the client's; False: nothing has happened, tell them one by one."""
         current = self._attempt
@@ -215,7 +215,7 @@ class Lifecycle:
             return False
         if leg is _PREFILL or not current.is_granted:
             return False
-        if self._early or position != len(self._output):
+        if self._early or index != len(self._output):
             return False
         self._output.extend(token_ids)
         return True
@@ -248,7 +248,7 @@ class Lifecycle:
             # Its own finish: nothing to cancel.
             if Leg.WHOLE in current.open_legs:
                 current.open_legs.remove(Leg.WHOLE)
-            elif ready[-1].position > current.first_position:
+            elif ready[-1].index > current.first_index:
                 current.open_legs.remove(Leg.DECODE)
             effects += self._end(Event.LAST_TOKEN, None)
         return effects

@@ -116,7 +116,7 @@ class Choice:
                 self.index, "", nothing, FinishReason.LENGTH, None, first.prompt_logprobs
             )
         if finish_reason:
-            tokens = tokens[: answer.num_tokens - first.position]  # a stop string leaves the rest
+            tokens = tokens[: answer.num_tokens - first.index]  # a stop string leaves the rest
         return TextDelta(
             self.index, text, tokens, finish_reason, answer.stop_reason, first.prompt_logprobs
         )

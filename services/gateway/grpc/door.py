@@ -281,7 +281,7 @@ def _response(delta: TextDelta, sampling: SamplingForm) -> wire.GenerateResponse
     return wire.GenerateResponse(
         text=delta.text,
         token_ids=pack_u32(delta.token_ids),
-        first_index=delta.tokens[0].position if delta.tokens else 0,
+        first_index=delta.tokens[0].index if delta.tokens else 0,
         logprobs=pack_f32(entry.logprob for entry in logprobs),
         top_logprobs=[_top(entry) for entry in logprobs] if sampling.logprobs else [],
         finish_reason=wire.FinishReason(int(delta.finish_reason)),

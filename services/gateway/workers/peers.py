@@ -288,16 +288,16 @@ class WorkerSession:
 
     def _on_step_tokens(self, step: wire.StepTokens) -> None:
         columns = codec.step_columns_from_wire(step)
-        ids, positions, token_ids, reasons, logprobs = columns
+        ids, indices, token_ids, reasons, logprobs = columns
         self._check_ids(token_ids)
-        rows = zip(ids, positions, token_ids, reasons, logprobs or [None] * len(ids), strict=True)
+        rows = zip(ids, indices, token_ids, reasons, logprobs or [None] * len(ids), strict=True)
         legs: dict[Any, LegShell] = self._legs
-        for stream_id, position, token_id, reason, row_logprobs in rows:
+        for stream_id, index, token_id, reason, row_logprobs in rows:
             leg = legs.get(stream_id)
             if leg is not None:
                 if reason:
                     self._close(StreamId(stream_id))
-                leg.token(AnswerToken(position, token_id, _REASONS[reason], row_logprobs))
+                leg.token(AnswerToken(index, token_id, _REASONS[reason], row_logprobs))
 
     def _check_ids(self, token_ids: Sequence[int]) -> None:
         """Refuse what is no token of the model: the client would read it, and the next attempt's

@@ -106,7 +106,7 @@ async def next_positions(answers: Answers) -> list[int] | None:
     for _ in range(2):
         await asyncio.sleep(0)
     if waiting.done():
-        return [token.position for delta in waiting.result() for token in delta.tokens]
+        return [token.index for delta in waiting.result() for token in delta.tokens]
     waiting.cancel()
     await asyncio.wait([waiting])
     return None
@@ -117,8 +117,8 @@ async def test_a_failed_consumer_is_heard_and_gets_no_more() -> None:
     taken: list[int] = []
 
     def take(tokens: Tokens) -> bool:
-        taken.append(tokens[0].position)
-        if tokens[0].position:
+        taken.append(tokens[0].index)
+        if tokens[0].index:
             raise ValueError(f"token {tokens[0].token_id}")
         return True
 
