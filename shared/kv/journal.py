@@ -39,6 +39,10 @@ class Tier(IntEnum):
     SSD = 2
 
 
+_ALL_TIERS = (1 << len(Tier)) - 1
+"""A bit for each tier."""
+
+
 def key_of(prefix_hash: bytes) -> int:
     """Return the name of a granule; never 0."""
     return int.from_bytes(prefix_hash[:KEY_BYTES], "little") or 1
@@ -102,7 +106,7 @@ class _Reader:
 class Journal:
     """The granules of one worker's pool; a ``KvListener`` of it.
 
-    Keys are held in a dict: tiers in the lowest three bits, the prefix's tokens above them.
+    Its entries, by key: a bit for each tier that has the granule, the prefix's tokens above them.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -123,8 +127,8 @@ class Journal:
         """A granule that ends after so many tokens is in this tier from now on."""
         entry = self._entries.get(key, 0)
         if not entry >> tier & 1:
-            self._entries[key] = end << len(Tier) | entry & 7 | 1 << tier
-            self._changed(key, end, entry & 7, 1 << tier, 1)
+            self._entries[key] = end << len(Tier) | entry & _ALL_TIERS | 1 << tier
+            self._changed(key, end, entry & _ALL_TIERS, 1 << tier, 1)
 
     def removed(self, key: int, tier: Tier) -> None:
         """It is there no more. A key that no granule has is some other block's."""
@@ -132,11 +136,11 @@ class Journal:
         if not entry >> tier & 1:
             return
         after = entry & ~(1 << tier)
-        if after & 7:
+        if after & _ALL_TIERS:
             self._entries[key] = after
         else:
             del self._entries[key]
-        self._changed(key, entry >> len(Tier), entry & 7, 1 << tier, -1)
+        self._changed(key, entry >> len(Tier), entry & _ALL_TIERS, 1 << tier, -1)
 
     def _changed(self, key: int, end: int, before: int, flipped: int, times: int) -> None:
         for stride, digest in self._digests.items():
@@ -175,7 +179,7 @@ class Journal:
 
     def _granules(self, stride: int) -> list[tuple[int, int]]:
         return [
-            (key, entry & 7)
+            (key, entry & _ALL_TIERS)
             for key, entry in self._entries.items()
             if (entry >> len(Tier)) % stride == 0
         ]
@@ -197,9 +201,10 @@ class Journal:
         del reader.snapshot[-CHUNK_KEYS:]
         for key, tiers in chunk:
             _tell(key, tiers, stored)
+        # What changed since the snapshot was made comes behind its last piece.
         if not reader.snapshot:
             for key, before in reader.told.items():
-                after = self._entries.get(key, 0) & 7
+                after = self._entries.get(key, 0) & _ALL_TIERS
                 _tell(key, after & ~before, stored)
                 _tell(key, before & ~after, removed)
             reader.told = {}

@@ -175,7 +175,6 @@ class Senders:
                 case StopSending():
                     sender.peer_aborted(message, now)
         except RemoteProtocolError as error:
-            self._know(sender)
             sender.gave_up(error, now)
         self._settle(sender)
         return self._take(now)
@@ -264,10 +263,6 @@ class Senders:
         self._settle(sender)
         return self._take(now)
 
-    def _know(self, sender: Sender) -> None:
-        if sender.transfer_id is not None:
-            self._by_id[sender.link, sender.transfer_id] = sender
-
     def _settle(self, sender: Sender) -> None:
         """After any event of a sender: index it, forget it, or let it queue; note its deadline."""
         if sender.is_over:
@@ -277,7 +272,8 @@ class Senders:
             if sender.transfer_id is not None:
                 self._by_id.pop((sender.link, sender.transfer_id), None)
             return
-        self._know(sender)
+        if sender.transfer_id is not None:
+            self._by_id[sender.link, sender.transfer_id] = sender
         if sender.can_send and sender.key not in self._queue:
             self._queue[sender.key] = sender
         deadline_at = sender.deadline_at
@@ -304,5 +300,6 @@ class Senders:
             self._settle(sender)
         for sender in held_back:
             self._queue[sender.key] = sender
+        # The list itself stays: all senders append to it.
         effects, self._effects[:] = list(self._effects), []
         return effects

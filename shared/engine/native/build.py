@@ -46,6 +46,8 @@ is named."""
 NUMBERS = {"bfloat16": (), "float32": ("-DPD_FLOAT32",)}
 """What is computed, and how the compiler is told."""
 
+# Without contraction: products and sums are fused where the source says fma and nowhere else,
+# whatever the compiler likes, for bits must be the same everywhere.
 _COMPILE = (
     "-std=c++17", "-O3", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC", "-fvisibility=hidden",
 )  # fmt: skip
@@ -76,8 +78,12 @@ def best_instructions(numbers: str) -> str:
 
 def usable_instructions(numbers: str) -> list[str]:
     """Return what this CPU has of what helps with such numbers, the quickest first."""
-    wanted = list(INSTRUCTIONS)[numbers == "float32" :]
-    return [name for name in wanted if not unsupported(name)]
+    return [name for name in _helpful(numbers) if not unsupported(name)]
+
+
+def _helpful(numbers: str) -> list[str]:
+    """Return all that help with such numbers: the first multiplies bfloat16 alone."""
+    return list(INSTRUCTIONS)[numbers == "float32" :]
 
 
 def find_compiled(numbers: str, instructions: str) -> Iterator[Path]:
@@ -227,7 +233,7 @@ def main() -> None:
     folder = cache_folder("native") if asked.cache else HERE
     try:
         for numbers in NUMBERS:
-            for instructions in list(INSTRUCTIONS)[numbers == "float32" :]:
+            for instructions in _helpful(numbers):
                 print(compile_into(folder, numbers, instructions))
     except Unavailable as error:
         sys.exit(f"native kernels: {error}")

@@ -237,7 +237,6 @@ class NativeForward(Forward):
             layer.keys = self._kv.keys[idx].data_ptr()
             layer.values = self._kv.values[idx].data_ptr()
             layer.window = config.windows[idx] or 0
-        self._layers = layers
         embedding = kept(f"{names.EMBEDDING}.weight")
         tied = config.tie_word_embeddings
         head = linear("", (names.EMBEDDING if tied else names.HEAD,), False)
