@@ -20,9 +20,11 @@ class Role(StrEnum):
 
 
 class Home(NamedTuple):
-    """A role, the how manieth home that is, and by which order (0 = the launch). An order's epoch
-    is the one after the epoch that who decided it had heard of: a worker that has had another order
-    since refuses it."""
+    """A role as a worker's home. epoch: counts the worker's homes, 0 = that of its launch. order:
+    the one that gave it this home, 0 = the launch.
+
+    An order names the epoch after the last that its gateway has heard of. A worker that has had
+    another order since is in that epoch already, and refuses it."""
 
     role: Role
     epoch: int = 0

@@ -127,6 +127,8 @@ class DiskArena:
         flags = os.O_RDWR | os.O_CREAT
         index = os.open(self.folder / "index", flags, 0o600)
         slots = os.open(self.folder / "slots", flags, 0o600)
+        # A file from before counts: its blocks (of 512 bytes whatever the file system) are no
+        # longer free.
         has = os.fstat(slots).st_blocks * 512
         disk = os.statvfs(self.folder)
         if num_bytes - has > disk.f_bavail * disk.f_frsize:
@@ -205,6 +207,7 @@ class DiskArena:
     async def load(self, moves: Sequence[BlockMove], until: float) -> BlocksLoaded:
         """See ``Arena``."""
         data = np.empty((len(moves), self._slot_bytes), np.uint8)
+        # Into memory of its own, not into blocks: a read that is late goes on writing.
         reading = self._reader.run(lambda: self._read(moves, data))
         try:
             async with asyncio.timeout_at(until):

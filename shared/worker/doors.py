@@ -30,6 +30,7 @@ from shared.worker.request import Request
 from shared.worker.requests import Requests
 
 _ROW_BYTES = 13
+"""Of a row of ``StepTokens``: stream, index and token of 4 bytes each, and a finish reason."""
 _STEP_BYTES = MAX_MESSAGE_BYTES // 2
 """Where a step's message is cut: so far below the limit that what is not counted never matters."""
 _FIRST_BYTES = 256
@@ -63,9 +64,12 @@ class Door(GatewaySessions):
         """See ``GatewaySessions``."""
         asked, stream_id = self._opened[session], StreamId(order.stream_id)
         if stream_id in asked.requests:
+            # Ends the session: under this id a failure would be the other request's.
             raise RemoteProtocolError("a stream_id is used once", param="stream_id")
         try:
             task, checked = self.read(order)
+            # Token 1 of an answer, with its prompt's logprobs, is sent where the prompt is
+            # computed.
             if task is not Task.ANSWER:
                 _require_sendable(checked.item)
             request = self.requests.take(task, checked, asked)
@@ -151,6 +155,7 @@ class SessionRequests:
     def first_token(self, stream_id: StreamId, token: NewToken, times: PromptTimes) -> None:
         """See ``AskingGateway``."""
         message = codec.prefill_token_to_wire(stream_id, token, times)
+        # Twice: alternatives are ids and logprobs, rows logprobs and counts, all of 4 bytes.
         num_bytes = EVENT_BYTES + 2 * len(message.top_ids)
         if (rows := message.prompt_logprobs) is not None:
             num_bytes += 2 * (len(rows.logprobs) + len(rows.top_ids))

@@ -95,6 +95,7 @@ class Handshake:
             )
             await stream.send(wire.PairMessage(canary=canary))
             result = (await _next(stream, patience)).canary_result
+            # The quickest counts: small ones tell how long the way is, not what the link carries.
             if (took_s := loop_time() - began_at) > 0:
                 link.bytes_per_s = max(link.bytes_per_s, num_bytes / took_s)
             if await operation.settled() is not Outcome.DONE:

@@ -197,6 +197,7 @@ class PairTable:
         ):
             await self._handshake.say_hello(stream)
             terms = await self._handshake.hear_hello(stream, patience)
+            # Pairs are kept by incarnation: under this one another worker would pass for it.
             if terms.peer != peer.incarnation:
                 raise WorkerLost("another worker lives at this address now")
             return await self._live(stream, terms, str(peer.address), patience, is_ours=True)

@@ -104,6 +104,7 @@ class PrefixFetches:
         self._core.leave(prompt)
 
     def _start(self, fetch: PrefixFetch[Request]) -> None:
+        # It waits for no room (``wait_s``): what has none now is computed.
         order = Order(
             StreamId(0),
             fetch.pull.key,
@@ -168,6 +169,7 @@ class PrefixSource:
         handle.when_ended(self._ended)
         if table.num_hit_tokens:
             handle.span(0, table.num_hit_tokens, is_cached=True)
+            # No token follows a prefix: the sink looks at none.
             handle.commit(0)
         else:
             handle.abort()  # the sink lets its blocks go

@@ -133,6 +133,7 @@ async def _machinery(
             ),
         )
     finally:
+        # First: its thread touches the memory that the engine gives back.
         resident.close()
         engine.close()
 

@@ -421,10 +421,12 @@ class Pusher:
             )
             digest = staging.digest(payload) if self._has_digest else None
             header = Header(order.transfer_id, order.epoch, frame.idx, frame.payload_bytes, digest)
+            # In our slot even where the payload went into a window: the header is the message.
             staging.write(slot, pack_header(header))
             return time.perf_counter() - began_at
 
         gather_s = await self._compute.copy(gather)
+        # Meanwhile the link may have gone, and its endpoint with it.
         if order.link not in self._links:
             return WorkerLost("the pair was lost before the frame was sent")
         posted_at = loop_time()

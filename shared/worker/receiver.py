@@ -245,6 +245,7 @@ class KvReceiver:
             case PostReceive():
                 self._post(effect)
             case CancelReceive(key=key, frame_idx=frame_idx):
+                # It may have settled since this was ordered.
                 if (operation := self._receives.get((key, frame_idx))) is not None:
                     self._withdrawn.add(operation)
                     operation.cancel()

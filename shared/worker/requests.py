@@ -191,6 +191,7 @@ class Requests:
         self.num_taken += 1
         push: PushHandle | None = None
         if task is Task.PROMPT:
+            # First: what is larger than the pool is refused before the sink hears of it.
             self._scheduler.add_prefill(sequence)
             note(Moment.QUEUED, order.key.request_id, num_tokens=len(order.item.token_ids))
             try:
@@ -389,8 +390,8 @@ class Requests:
             metrics.cached_tokens.inc(sequence.num_cached_tokens)
 
     def announce(self, plan: StepPlan) -> Sequence[PushHandle]:
-        """See ``StepSink``. A prefix found in the cache goes first, with the first row: that may
-        come later than the blocks, for a step's budget depends on where the row begins."""
+        """See ``StepSink``. A prefix found in the cache is announced with the prompt's first row,
+        for which the budget may have room only steps after the prompt got its blocks."""
         self.reservations.steps()
         if not self._prompts or not plan.num_prefill_tokens:
             return ()
@@ -432,6 +433,7 @@ class Requests:
             gateway.step_tokens(rows)
         for push in pushes:
             push.span_computed(done)
+        # None is cancelled meanwhile: a session's end comes from its own task, in a later turn.
         for request, token in turns:
             if token.finish_reason is not FinishReason.NONE:
                 self._handle(request, LifeEvent.ENDED)

@@ -215,6 +215,7 @@ class Reservations:
             # In a step it would fail every sequence of the batch.
             text = f"prefill committed token {first_token}; the vocabulary has"
             error = RemoteProtocolError(f"{text} {self._vocab_size}")
+            # First: the failure then finds nothing to abort, and the request settles with it.
             effects = self._leases.release(lease, now=loop_time())
             self._handle(request, LifeEvent.FAILED, error)
             self._perform_leases(effects)

@@ -142,6 +142,8 @@ class Stepper:
                     continue
                 await self._step()
         except MeshError as error:
+            # Such an error says that trying again is no use. That is true of a bad request, not of
+            # a bug here.
             is_bug = error.retry is Retry.NEVER
             self._sink.fail_all(WorkerLost(f"a worker ended: {error}") if is_bug else error)
             raise
@@ -181,6 +183,7 @@ class Stepper:
         assert self._running is not None
         plan, step, pushes = self._running
         results = await step.results()
+        # As in the scheduler's commit: what was planned ahead runs now, and is not taken back.
         self._running, self._next = self._next, None
         self._began_at = asyncio.get_running_loop().time()
         outcome = self._scheduler.commit(plan, results)
@@ -188,6 +191,7 @@ class Stepper:
             failpoint("decode.mid_decode")
         if outcome.failed:
             self._sink.sequences_failed(outcome.failed)
+        # Before what is only counted: clients wait for the tokens.
         self._sink.step_done(outcome.tokens, pushes, step.done if pushes else None)
         if self._on_step is not None:
             self._on_step(plan, step.seconds)

@@ -39,8 +39,8 @@ LEAST_LOAD_S = 0.05
 """How long a prompt waits for a load of unknown speed, and at least; beyond it is computed."""
 
 FORGET = 0.98
-"""What is left of a speed at each load that was not begun for it: slow for a while is not slow for
-ever."""
+"""What is left of a tier's time for a block each time that a load is passed over for it: slow for a
+while is not slow for ever."""
 
 
 class PrefixWays(Protocol):
@@ -190,6 +190,7 @@ class TierMoves:
         if self._pool.num_available < BATCH_BLOCKS + self._pool.keep_free_for_newcomers:
             return False
         if rests_s := level.arena.rests_s:
+            # Here, not by a timer, of which every block that becomes idle would set one.
             await asyncio.sleep(rests_s)
             return True
         batch = level.queue.take(level.tier, BATCH_BLOCKS)
@@ -295,6 +296,7 @@ class TierMoves:
         assert self._tasks is not None
         num_before = sequence.num_expected_tokens // pool.block_size
         num_tokens = num_before * pool.block_size
+        # What the pool has of it may be idle, and counts as available until it is pinned.
         if pool.num_available - len(keys) - num_before < pool.keep_free_for_newcomers:
             return None
         table = pool.pin(chain, sequence.tokens[:num_tokens])
@@ -326,6 +328,7 @@ class TierMoves:
         come = dict.fromkeys(Tier, 0)
         try:
             for part in load.parts:
+                # A block is findable only behind its parents: after a gap nothing is worth loading.
                 if num_good == part.start:
                     num, is_damaged = await self._load_part(load, part, moves)
                     num_good += num
@@ -346,6 +349,7 @@ class TierMoves:
                     seconds = now - prompt.arrived_at
                     prompt.loaded = Loaded(come[Tier.DRAM], come[Tier.SSD], seconds)
             self._release(load.table)
+            # Only now: the release made them idle, and so queued them to go down again.
             for level, start, stop in load.parts:
                 level.queue.forget(blocks[start:stop])
 

@@ -63,6 +63,7 @@ class PeerWindows:
             if window is None:
                 raise TransferFailed("decode's new staging cannot be mapped", code="window")
             self._windows[slot] = window
+            # Another may have come while this one was mapped.
             if self._offers.get(slot) is offer:
                 del self._offers[slot]
         if slot not in self._windows:

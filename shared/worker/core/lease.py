@@ -53,6 +53,7 @@ MOVES: dict[tuple[LeaseState, LeaseEvent], LeaseState] = {
     (_S.GRANTED, _E.GIVEN_UP): _S.RELEASED,
     (_S.OPEN, _E.PLACED): _S.JOINED,
     (_S.OPEN, _E.GIVEN_UP): _S.ABORTING,
+    # A clean end by the source while frames are on their way: nobody gave the lease up.
     (_S.OPEN, _E.UNSETTLED): _S.QUARANTINED,
     (_S.ABORTING, _E.UNSETTLED): _S.QUARANTINED,
     **{

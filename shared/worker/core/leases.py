@@ -4,7 +4,7 @@ Nothing is ever half granted: a waiter holds no block (no hold-and-wait), and fi
 served. Blocks of an aborted receive are *quarantined* until the shell says that no receive can
 write them any more. Knows no network, no transfer (ids, tags and waiting opens are
 ``shared/transfer/receivers.py``'s) and no clock: ``now`` is an argument, and what is to be told to
-whom comes back as effects (reliability I1, fault 18).
+whom comes back as effects.
 """
 
 from __future__ import annotations
@@ -78,6 +78,8 @@ class Leases:
             give_up_at=now + wait_s,
         )
         self._leases[key] = lease
+        # One token beyond the prompt is the least with which an answer can run; what
+        # ``_num_tokens_to_take`` adds to it is no reason to refuse.
         num_needed = self._pool.num_blocks_for(lease.num_tokens + min(1, _num_growth(item)))
         if num_needed > self._pool.num_blocks:
             return lease, self._refuse(lease, self._larger_than_pool(lease))
@@ -92,6 +94,7 @@ class Leases:
                     code="too_many_reservations",
                 )
                 effects += self._refuse(lease, error)
+        # The stepper said so before this one came, and says it but once.
         if self._is_at_rest:
             self.rests(now=now)
         return lease, effects
@@ -239,7 +242,8 @@ class Leases:
     def _give_way(self) -> list[Effect]:
         """The newest go, as many as hold what is lacking: their requests are tried again.
 
-        No NoBlocks: for that a request waits but once.
+        With Overloaded and not NoBlocks, which would leave a request only what is left of its one
+        wait for room (``Dispatcher.attempt_failed``).
         """
         error = Overloaded("the room was needed for what had come before", code="gave_way")
         effects: list[Effect] = []
@@ -248,6 +252,8 @@ class Leases:
             if num_lacking > 0 and lease.state in (LeaseState.GRANTED, LeaseState.OPEN):
                 num_lacking -= len(lease.block_table)
                 effects.append(Refuse(lease, error))
+        # Nothing was taken from leases: then a reservation may be what waits, for room that
+        # computed prompts hold.
         if not effects:
             num_lacking = self._pool.num_lacking(self._num_wanted)
         if num_lacking > 0:

@@ -8,7 +8,7 @@ and no clock.
 
 Two things use a request's blocks: a step and a transfer. The scheduler guards the first (it gives
 blocks back only when no step has them); this table guards the second: what is decided is *closing*
-until the transfer is settled, i.e. nothing reads or writes the blocks any more (reliability I3).
+until the transfer is settled, i.e. nothing reads or writes the blocks any more.
 """
 
 from __future__ import annotations
@@ -138,7 +138,9 @@ IGNORED: frozenset[tuple[LifeState, LifeEvent]] = frozenset(
     for state in (_S.CLOSING, _S.CLOSED)
     for event in (_E.BEGUN, _E.KEPT, _E.PUSHED, _E.FAILED, _E.CANCELLED)
 ) | {(_S.CLOSED, _E.SETTLED)}
-"""Events that cross with a decision: they come too late and change nothing."""
+"""Events that cross with a decision: they come too late and change nothing. What steps tell
+(ADMITTED, SAMPLED, ENDED) is not among them: of a sequence that was aborted the scheduler says
+nothing more."""
 
 
 class Life:

@@ -158,6 +158,7 @@ class Pairs:
         effects: list[Effect] = []
         excess = max(0, len(warm) - self._max_warm)
         for spare in [it for it in idle if it in warm and it != peer][:excess]:
+            # Else its end would look like a loss, and it would be dialled again.
             self._pairs[spare].wanted_until = 0.0
             effects.append(LetGo(spare))
         return effects

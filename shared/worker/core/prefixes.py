@@ -70,8 +70,10 @@ class PrefixFetch(Generic[PromptT]):
         )
 
     def brings(self, prompt: PromptT) -> int:
-        """Return how many tokens this prompt begins with of those, 0 if no more than it has. The
-        last granule may be another's: the gateway asks for one more than it knows of."""
+        """Return how many of these tokens the prompt begins with; 0 if the pool has as many.
+
+        Tried without the last granule, too: a gateway asks for one more than it knows of, which
+        may be another prompt's."""
         item, sequence = prompt.order.item, prompt.sequence
         assert sequence is not None
         if item.cache_salt != self.pull.salt:
@@ -138,6 +140,8 @@ class ComingPrefixes(Generic[PromptT]):
         self, prompt: PromptT, prefix: PrefixAt, num_tokens: int, now: float
     ) -> PrefixFetch[PromptT]:
         order = prompt.order
+        # A token of its own: the prompt's opens its lease on decode, which the source is not to
+        # know, and a whole request holds a place under the prompt's key already.
         key = order.key._replace(token=new_lease_token(self._random_bytes))
         pull = Pull(key, order.item.token_ids[:num_tokens], order.item.cache_salt)
         fetch = PrefixFetch[PromptT](pull, prefix.worker, prefix.wait_s, now)
