@@ -108,8 +108,8 @@ class BlockPool:
         return self._num_claimed - self._num_yielded
 
     def num_lacking(self, num_more: int = 0) -> int:
-        """Return how many blocks must come free for sequences that run here but wait for room and
-        yield it to no answer, and so many more for one; 0 = none do, or they are free."""
+        """Return how many blocks are lacking: those that sequences here wait for, without what they
+        yield to answers, and ``num_more``, less what is available; 0 = none."""
         return max(0, self.keep_free_for_answers + num_more - self.num_available)
 
     def num_blocks_for(self, num_tokens: int) -> int:

@@ -166,6 +166,7 @@ class SlotTier:
         entry.rank = (uses, -length, self._clock)
         heapq.heappush(self._order, (entry.rank, key))
         if len(self._order) > 4 * self.num_slots + 64:
+            # Each use leaves an old rank behind: now and then the heap is made anew.
             self._order = [(it.rank, name) for name, it in self._entries.items()]
             heapq.heapify(self._order)
 

@@ -54,6 +54,7 @@ def queue_seconds(backlog: Backlog, budget: StepBudget, predict: PredictStep) ->
         while waiting:
             start, stop = waiting[0]
             room = budget.room(tokens, positions, start)
+            # A step's first prompt is never refused, as ``Draft.room`` has it.
             if tokens == backlog.num_decodes:
                 room = max(room, budget.least(backlog.num_decodes), 1)
             if room <= 0:

@@ -13,8 +13,8 @@ from shared.schedule.sequence import Sequence
 def num_equal_steps(
     running: Many[Sequence], pool: BlockPool, max_model_len: int, *, has_end_tokens: bool
 ) -> int:
-    """Return how many steps of one token for each of these, which decode, follow before one lacks a
-    block, or has ended: the last of them may be somebody's last, by its length.
+    """Return how many steps, of one token for each of these (all decode), follow until one of them
+    lacks a block or has ended. The last step may end an answer, by its length.
 
     has_end_tokens: whether the model has tokens that end an answer.
     """
@@ -69,6 +69,8 @@ def take_steps(running: Many[Sequence], answers: Many[Many[int]], pool: BlockPoo
     for idx, (seq, tokens) in enumerate(zip(running, answers, strict=True)):
         table, num_tokens = seq.table, len(seq.tokens)
         assert table is not None
+        # Step n (from 1 on) computes the token at position num_tokens + n - 2, which needs a new
+        # block from the table's end on; after it num_tokens + n - 1 have KV.
         first = len(table.blocks) * size - num_tokens + 2
         if first <= num_steps:
             events += [(step, False, idx) for step in range(first, num_steps + 1, size)]

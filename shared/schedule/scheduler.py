@@ -95,6 +95,7 @@ class Scheduler:
         self._pool.publish(
             sequence.table, sequence.chain, sequence.tokens, sequence.num_computed_tokens
         )
+        # At the end: it is the newest.
         self._queues.running.append(sequence)
 
     def _enqueue(self, sequence: Sequence, num_needed: int) -> None:
@@ -409,9 +410,9 @@ class Scheduler:
         )
 
     def runway(self) -> int:
-        """Return how many steps of one token for each running sequence come next, whatever the
-        tokens are, the last of which may end some by their length: 0 if one may end by its token,
-        may be let in or may lack a block."""
+        """Return how many steps of one token for each running sequence are sure to come next; the
+        last may end answers, by their length. 0 if a token may end one, or if somebody may be let
+        in or lack a block."""
         most = self._policy.max_running
         num_running = len(self._queues.running)
         lets_in = self._queues.waiting and num_running < most

@@ -159,6 +159,7 @@ class Receiver:
         )
         if len(self._frames) + len(frames) > MAX_FRAMES:
             raise RemoteProtocolError("more frames than one transfer may have")
+        # From the first span on: the wait before it is for the prompt, not for the transfer.
         if self._last_span is None:
             self._began_at = now
         self._frames += frames
@@ -229,7 +230,7 @@ class Receiver:
             raise LocalProtocolError("a slot was given to a transfer that wants none")
         self._machine.step(ReceiverEvent.FRAME_POSTED)
         if not self._posted:
-            self._progress_at = now
+            self._progress_at = now  # nobody owed anything until now
         frame = self._frames[self._next_post]
         self._next_post += 1
         self._posted[frame.idx] = slot

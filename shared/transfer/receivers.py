@@ -66,7 +66,8 @@ class OpenWaiting(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiverStatistics:
-    """num_late: messages about transfers that had ended. num_failed: transfers that ended badly."""
+    """num_settling: transfers that ended badly and whose slots and blocks may still be written.
+    num_late: messages about transfers that had ended."""
 
     num_waiting: int
     num_live: int
@@ -251,6 +252,8 @@ class Receivers:
             receiver.gave_up(error, now, is_reported=False)
             self._settle(receiver)
         else:
+            # The source opens all the same: refused at once it need not wait for a reservation in
+            # vain.
             self._ended[key] = error
             if len(self._ended) > MAX_ENDED:
                 del self._ended[next(iter(self._ended))]
@@ -384,6 +387,7 @@ class Receivers:
         # One credit a transfer, after all its receives are posted.
         for receiver in credited.values():
             receiver.say_credit()
+        # The list itself stays: all receivers append to it.
         effects, self._effects[:] = list(self._effects), []
         return effects
 

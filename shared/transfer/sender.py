@@ -156,6 +156,8 @@ class Sender:
             case SenderState.PUSHING | SenderState.COMMITTING:
                 if self._in_flight:
                     return self._sends_until(self._timing.stall_s)
+                # What the sink may owe: receipts of frames that have crossed, the last one of a
+                # commit, credit for frames that are written.
                 is_owed = not self.can_send and (
                     self._acked < self._next_frame
                     or self.state is SenderState.COMMITTING
@@ -255,6 +257,8 @@ class Sender:
         if before is self.state:
             return
         self._stop(error, now)
+        # An open that was not answered has no id to abort: the abort follows the grant, if that
+        # comes.
         if self.state is SenderState.WITHDRAWING:
             self._end()  # nothing was ever sent, so nothing reads the blocks
         else:
@@ -327,6 +331,7 @@ class Sender:
         if before is self.state:
             return
         self._stop(stop.error, now)
+        # Without an error: it is the sink that knows what went wrong.
         self._say_abort(None)
         self._drain()
 

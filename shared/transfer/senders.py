@@ -256,6 +256,8 @@ class Senders:
         # After the end of blocks' use the caller may not have looked yet; nothing is wrong.
         if sender is None or sender.is_ended:
             return []
+        # A prompt may wait for its turn longer than the sink may be silent: its cached KV, written
+        # as it is announced, would be overdue in the same instant.
         is_owed = sender.deadline_at is not None
         event(sender)
         if not is_owed:
