@@ -265,7 +265,7 @@ class GatewayConfig(ServiceConfig):
 
     def check(self) -> None:
         """See ServiceConfig."""
-        super(GatewayConfig, self).check()
+        super(GatewayConfig, self).check()  # slots=True makes the class anew, unknown to super()
         for name in ("grpc_port", "mesh_port", "process_port"):
             last = getattr(self, name) + self.gateway_processes - 1
             _require(last < 65536, name, "leaves too few ports above it for all processes")

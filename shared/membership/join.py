@@ -271,6 +271,7 @@ class Registration:
                 async with TaskGroup() as tasks:
                     reporter = tasks.create_task(self._report(link, stream))
                     await self._listen(link, stream)
+                    # The gateway has ended its side: nobody reads reports any more.
                     reporter.cancel()
 
     def _announce(self) -> wire.WorkerAnnounce:

@@ -109,6 +109,7 @@ class MeshNetwork:
                 agreed = agreement(self._secret, _packed(self._hello, nonce), theirs)
                 await stream.send(wire.Proof(proof=agreed.of_dialler), end=True)
                 self._check(await stream.receive(), agreed.of_listener, theirs)
+                # To the call's end: what is still open when the block ends is reset.
                 await stream.receive()
                 return agreed.key
         except TimeoutError:

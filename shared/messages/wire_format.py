@@ -39,6 +39,7 @@ _VARINTS = {
     "uint64": ("value", "unsigned(value, 64)"),
     "sint32": ("unzigzag(value)", "zigzag(value)"),
     "bool": ("value != 0", "unsigned(value, 1)"),
+    # One below 0 travels with its sign, in 64 bits.
     "enum": ("{kind}(signed(value))", "unsigned(value & 0xFFFFFFFFFFFFFFFF, 64)"),
 }
 """What makes a value of the number ``value``, and what writes a ``value``."""
@@ -283,6 +284,7 @@ def _number(name: str) -> list[str]:
         f"if {name} > 127:",
         "    more = data[at]",
         f"    if more > 127: {name}, at = varint(data, at, {name})",
+        # Less 128: the first byte's mark that another one follows.
         f"    else: {name} += (more << 7) - 128; at += 1",
     ]
 

@@ -71,6 +71,7 @@ class LeastSquares:
             if found[worst] >= 0:
                 of = {i: x / p for i, x, p in zip(active, found, scale, strict=True)}
                 return tuple(of.get(i, 0.0) for i in range(self._num))
+            # What would count below 0 is left out, and the others are fitted anew without it.
             del active[worst]
         return (0.0,) * self._num
 

@@ -200,6 +200,8 @@ class HeartbeatStream(Generic[Out, In]):
         self._liveness.slept(at, now)
         state = self._liveness.state(now)
         if state is not PeerState.ALIVE:
+            # Asked only of a peer that is late: it is a system call, and there are hundreds of
+            # streams.
             self._liveness.round_trip_s = self._stream.round_trip_s
             state = self._liveness.state(now)
         self._suspect(state is not PeerState.ALIVE)

@@ -240,6 +240,8 @@ def _require_valid_now(
     authorities as it judges."""
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = (client.wrap_bio(back, there), context.wrap_bio(there, back, server_side=True))
+    # Client, server, client: now the client has judged. With one turn more the server judges the
+    # client's certificate.
     for end in (*ends, *ends) if ca_flag else (*ends, ends[0]):
         try:
             end.do_handshake()

@@ -36,6 +36,8 @@ async def serve_until_stopped(
                 await stop.wait()
                 is_drained = await drain()
                 await last_words()
+                # A group waits for its tasks where nothing fails, and these never end by
+                # themselves.
                 for loop in loops:
                     loop.cancel()
         return is_drained

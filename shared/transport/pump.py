@@ -39,7 +39,10 @@ _SETTLE_S = 1.0
 """After an endpoint is closed UCX settles what it carried at once, or within a few turns where a
 NIC is involved."""
 _MAX_SINKS = 16384
+"""Of sinks whose message never came. One more ends the oldest: should its message come after all,
+UCX keeps it until the transport ends."""
 _CLOSING_LOOK_MS = 20
+"""What closes is given up after a time, and no signal tells when that has passed."""
 
 _Order = tuple[Callable[[Any], None], Any]
 _Report = tuple[Callable[[Any, Any], None], Any, Any]
@@ -76,6 +79,7 @@ class Pump:
         self._context: Any = None
         self._tags: Any = None
         self._windows: Any = None
+        # Never 0: a callback of C gets that as None.
         self._next_token = 1
         self._in_flight: dict[int, PumpOperation] = {}  # the pin table
         self._sinks: dict[int, tuple[PumpEndpoint, int]] = {}
@@ -130,6 +134,7 @@ class Pump:
             False  # first: a report that comes from now on schedules its own delivery
         )
         reports = self._reports
+        # Not those that come meanwhile: they ring again, and the loop has others to serve.
         for _ in range(len(reports)):
             act, first, second = reports.popleft()
             act(first, second)
@@ -274,6 +279,7 @@ class Pump:
     def connect(self, endpoint: PumpEndpoint, payload: bytes) -> None:
         try:
             address = self._lib.UCXAddress.create_from_buffer(payload)
+            # True: with error handling, or a dead peer would never be told of.
             endpoint.ucx = self._worker.create_endpoint_from_worker_address(address, True)
             endpoint.ucx.set_close_callback(self._lost.append, (endpoint,))
             endpoint.handle = endpoint.ucx.handle
@@ -292,6 +298,7 @@ class Pump:
     def find_lane(
         self, endpoint: PumpEndpoint, sends: bool, memory: str, num_bytes: int
     ) -> LaneFinding:
+        # Of one that is closed UCX would read freed memory.
         _require_open(endpoint)
         about = self._tags.describe(endpoint.handle)
         finding = read_lane(*about, sends=sends, memory=memory, num_bytes=num_bytes)
@@ -311,6 +318,7 @@ class Pump:
             return
         token = self._next_token
         self._next_token = token + 1
+        # Before UCX is called: it may complete the operation within the call.
         self._in_flight[token] = operation
         if operation.is_receive:
             operation.request = self._tags.receive(
@@ -364,6 +372,7 @@ class Pump:
             self._tags.cancel(oldest)
         token = self._next_token
         self._next_token += 1
+        # In the books first: a message that is here already is swallowed within the call.
         self._sinks[token] = (endpoint, 0)
         endpoint.sinks.add(token)
         if request := self._tags.receive(None, 0, tag, token):

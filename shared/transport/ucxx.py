@@ -136,6 +136,7 @@ class UcxEndpoint(PumpEndpoint):
         if self._closed is None:
             self._closed = self._pump.loop.create_future()
             self._pump.order(self._pump.close_endpoint, (self, self._closed))
+        # One that waits may be cancelled; the answer is for all who wait.
         await asyncio.shield(self._closed)
 
     def report_lost(self, _unused: object, _also_unused: object) -> None:
@@ -165,6 +166,7 @@ class UcxTransport:
                 "cannot connect to the peer", self._pump.connect, endpoint, payload
             )
         except asyncio.CancelledError:
+            # The pump makes it all the same, and nobody else knows of it.
             self._pump.order(self._pump.close_endpoint, (endpoint, None))
             raise
         return endpoint
