@@ -60,7 +60,8 @@ _NUM_COLUMNS = 6
 """Per row: token id, where among tokens its own stands, position, slot, stop (position + 1), place
 of its table."""
 
-_POSITIONS = 2
+_POSITION = 2
+"""Which of them the position is."""
 
 
 def bucket_sizes(largest: int) -> tuple[int, ...]:
@@ -93,7 +94,7 @@ class _HostNumbers:
     def write_splits(self, size: int, room: int) -> bool:
         """Write how ``size`` rows are split, by their positions; False if that are more than
         ``room``."""
-        counts = self.columns[_POSITIONS, :size] // SPLIT_KEYS + 1
+        counts = self.columns[_POSITION, :size] // SPLIT_KEYS + 1
         if self._counts is not None and np.array_equal(
             counts, self._counts
         ):  # mostly: a row has another every 256 steps
@@ -136,6 +137,8 @@ class DecodeBuckets:
         self._splits_per_row = -(-max_model_len // SPLIT_KEYS)
         self._splits_of_pool = _SHARED * (kv.num_blocks * kv.block_size // SPLIT_KEYS)
         sizes = (_NUM_COLUMNS * max_rows, max_rows + 1, self._room(max_rows))
+        # By column, of a row that only pads: any token (the host's first), position 0, a slot of
+        # the padding block, one position long, and place 0, whose table names that block.
         padding = (0, max_rows, 0, kv.num_blocks * kv.block_size, 1, 0)
         self._padding = np.array(padding, dtype=np.int64)[:, None]
         # What is filled in turn, the next one first.

@@ -140,7 +140,8 @@ def measure(
     peak = max(_peak_bytes(step, rows, device) for rows in (prompts, singles))
     graphs = 0
     if graph_rows:
-        # Its tensors are in a pool of their own, which other steps cannot use.
+        # Its tensors are in a pool of their own, which other steps cannot use; sampling is not
+        # recorded.
         recorded = [row._replace(sample=None) for row in singles[:graph_rows]]
         graphs = _peak_bytes(step, recorded, device) + len(bucket_sizes(graph_rows)) * GRAPH_BYTES
     torch.cuda.empty_cache()

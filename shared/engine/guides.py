@@ -168,6 +168,7 @@ class Guides:
         """The state after all ``num_tokens`` tokens."""
         guide = one.guide
         if guide.state is None:
+            # A copy: the one that is ready stays at its beginning, for the next answer.
             guide.state = self._begun(guide.grammar).result().deep_copy()
             guide.state.consume_tokens(list(guide.output))
             guide.num_taken = len(guide.output)

@@ -242,6 +242,8 @@ class TorchEngine(DeviceEngine):
                 least = (1 + num_padding) * block_bytes
                 kv_bytes = kv_bytes_of(memory, needs.share, least=least)
             count = _choose_blocks(num_blocks, kv_bytes, block_bytes, num_padding)
+            # On the steps' own stream, which does not wait for the default one: there the pool's
+            # zeros might come after a step's KV.
             with streams.computing():
                 kv = PagedKv(layout, count, block_size, place, num_padding=num_padding)
                 if not graph_rows:

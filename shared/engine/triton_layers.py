@@ -173,6 +173,7 @@ def _rms_norm(
     if ADDS:
         wide += tl.load(added + at, mask=mask, other=0.0).to(tl.float32)
         tl.store(total + at, wide.to(dtype), mask=mask)
+        # As in plain torch: the norm is of the sum as it is kept.
         wide = wide.to(dtype).to(tl.float32)
     wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
     scaled = tl.load(weight + place, mask=mask, other=0.0).to(tl.float32)

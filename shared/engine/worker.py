@@ -155,12 +155,14 @@ class ThreadCompute:
         def run() -> list[RowResult]:
             if step.queued is None and not step.claim():
                 return []  # withdrawn: nobody waits
+            # This one was begun before anybody could be told.
             if self._has_failed:
                 raise EngineFailed("the step before this one failed")
             self._has_failed = True  # until it has not
             fill_in(to_come, self._last)
             # One that was queued behind the last begins when that ends.
             began_at = self._last_at if step.queued is not None else time.perf_counter()
+            # Queued and not run, where it can be: then the next one can be queued behind it.
             if step.queued is None and on_layer is None:
                 prepared = self._engine.prepare(rows)
                 step.queued = None if prepared is None else prepared.launch()
@@ -179,6 +181,7 @@ class ThreadCompute:
 
         step.outcome = self._steps.run(run)
         step.outcome.add_done_callback(_look_at)
+        # One whose layers are followed is run in its turn: what is queued tells of none.
         self._following = None if on_layer is not None else step
         self._has_following.set()
         return step
@@ -189,6 +192,7 @@ class ThreadCompute:
         prepared: PreparedStep | None = None
         looked_at: _ThreadStep | None = None
         while True:
+            # Before it is looked at: one that comes meanwhile sets it again.
             self._has_following.clear()
             following = self._following
             if following is not None and following is not looked_at and following.queued is None:

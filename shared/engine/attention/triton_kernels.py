@@ -279,6 +279,7 @@ def _attend(
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(start + offset - WINDOW + 1, 0)
+    # Tiles of keys begin at the same positions for every query, so that sums are cut alike.
     begin = begin // TILE_KEYS * TILE_KEYS
     is_whole = True
     if IS_SPLIT:
@@ -350,6 +351,7 @@ def _sum_splits(
     end = tl.load(split_at + row + 1)
     if WINDOW > 0:
         begin += tl.maximum(tl.load(stops + row) - WINDOW, 0) // SPLIT_KEYS
+    # What lies in one split is written already: ``is_whole`` of _attend.
     if end - begin < 2:
         return
     dim = tl.arange(0, DIMS)

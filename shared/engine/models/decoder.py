@@ -115,6 +115,7 @@ class Decoder:
         for idx, layer in enumerate(self._layers):
             queries, keys, values = self._project(layer, normed, cos, sin)
             attention.store(kv, idx, keys, values, batch)
+            # Before on_layer, which may set off a copy: that waits for this mark.
             streams.layer_written(idx)
             if on_layer is not None:
                 on_layer(idx)

@@ -163,6 +163,7 @@ inline __attribute__((always_inline)) void multiply(
         if (lines == 0 && kWide < 4)
           for (int i = 0; i < kWide; ++i)
             fetch(panel + (upto * kLinesAWord + part * kNear + (k - from) * kWide + i) * kLine);
+        // The odd number of a pair first, as VDPBF16PS adds them.
 #pragma GCC unroll 2
         for (int n = kPerWord - 1; n >= 0; --n) {
           Lanes weights[kWide];
@@ -641,6 +642,7 @@ void second_half(Team& team, const Model& model, const Layer& layer, const Batch
   std::int64_t heads = 1;
   if (all_single) {
     heads = std::min(model.kv_heads, kMaxRows / group);
+    // Four pieces a thread or more, so that one thread that is held up delays little; then equal parts.
     while (heads % 2 == 0 && batch.num_rows * model.kv_heads / heads < 4 * model.threads) heads /= 2;
     while (model.kv_heads % heads) --heads;
   }
@@ -685,7 +687,7 @@ void in_team(const Model& model, int num_phases, Work work) {
   Phases& shared = *phases;
 #pragma omp parallel num_threads(int(model.threads))
   {
-    // As VDPBF16PS has it: what is too small for a normal number is zero.
+    // As VDPBF16PS has it: what is too small for a normal number is zero, read or written (DAZ, FTZ).
     const unsigned before = _mm_getcsr();
     _mm_setcsr(before | 0x8040);
     Team team{shared, omp_get_num_threads()};
@@ -790,6 +792,7 @@ EXPORT void pd_second_half(const Model* model, const Batch* batch, std::int64_t 
 EXPORT void pd_forward(const Model* model, const Batch* batch) {
   embed(*model, *batch);
   constexpr int kPerLayer = kFirstPhases + kSecondPhases;
+  // Each phase of a team has a counter of its own: as many layers a team as there are counters for.
   constexpr std::int64_t kAtOnce = Phases::kMax / kPerLayer;
   for (std::int64_t first = 0; first < model->num_layers; first += kAtOnce) {
     const std::int64_t last = std::min(first + kAtOnce, model->num_layers);

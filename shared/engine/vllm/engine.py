@@ -94,6 +94,8 @@ class VllmEngine(DeviceEngine):
                 output = self._run(step, on_layer)
                 results = self._rows.results(rows, step, output)
         except TimeoutError as error:
+            # vLLM's word for a silent rank. As it is it would pass for a deadline of ours: the
+            # worker would stay, and its answers wait for ever.
             raise EngineFailed(
                 "a rank of this worker is silent for longer than a step may take (300 s, or "
                 "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS), and with it ends the worker"

@@ -169,6 +169,7 @@ class LayerEvents:
 
     def __init__(self, folder: Path, num_ranks: int) -> None:
         self._num_ranks = num_ranks
+        # Of packets, not of bytes: one read is one event.
         self._door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._door.bind(str(folder / _SOCKET))
         self._door.listen(num_ranks)
