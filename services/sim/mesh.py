@@ -258,11 +258,14 @@ class CoreMesh(Members):
                     member.core.take(TASKS[leg], order)
 
             self.clock.send(arrive)
-        if decision.decode in send.legs.values():
-            first, taker = self.members[decision.prefill], self.members[decision.decode]
-            self._admission.dispatched(
-                answer.key, first.worker, taker.worker, now, num_cached=decision.num_cached
-            )
+        has_decode = decision.decode in send.legs.values()
+        self._admission.dispatched(
+            answer.key,
+            self.members[decision.prefill].worker,
+            self.members[decision.decode].worker if has_decode else None,
+            now,
+            num_cached=decision.num_cached,
+        )
 
     def _cancel(self, answer: CoreAnswer, leg: Leg) -> None:
         sent = answer.legs[leg]

@@ -68,7 +68,8 @@ class AdmissionStatistics:
 class _Request:
     """One answer to a request in the gateway. arrived_at: from when its time to the first token
     counts. cached: what workers have of its prompt at a time. follows: see ``arrive``. decode:
-    where its last attempt was sent. may_be_refused: no answer of the request has a token."""
+    where its last attempt was sent, None = nowhere, or to a prefill worker alone. may_be_refused:
+    no answer of the request has a token."""
 
     key: bytes
     terms: Terms
@@ -80,6 +81,7 @@ class _Request:
     may_be_refused: bool
     queued: QueuedRequest | None = None
     decode: Worker | None = None
+    was_sent: bool = False
     has_begun: bool = False
 
 
@@ -161,7 +163,9 @@ class Admission:
             self._queue.pass_by(terms.tenant)
             return [self._admit(request)]
         self._wait(request, now)
+        # If only tenants at their own limit are in the queue, one of another tenant runs at once.
         effects = self._fill(now)
+        # Further answers of requests that were let in do not count: they make room for nobody.
         if len(self._queue) - len(self._behind) > self._max_waiting:
             last = self._queue.last(now)
             assert last is not None
@@ -169,12 +173,17 @@ class Admission:
         return effects
 
     def dispatched(
-        self, key: bytes, prefill: Worker, decode: Worker, now: float, *, num_cached: int = 0
+        self, key: bytes, prefill: Worker, decode: Worker | None, now: float, *, num_cached: int = 0
     ) -> None:
-        """An attempt of a request that runs was sent to this pair; see ``Overload``."""
+        """An attempt of a request that runs was sent to this pair, or, if it is to have one token
+        only, to a prefill worker alone (decode is None); see ``Overload``."""
         request = self._running.get(key)
-        if request is not None:
-            request.decode, num_tokens = decode, request.num_tokens
+        if request is None:
+            return
+        request.was_sent, request.decode = True, decode
+        # Overload counts answers on decode: one without it takes no place there.
+        if decode is not None:
+            num_tokens = request.num_tokens
             self._overload.dispatched(key, prefill, decode, num_tokens, now, num_cached=num_cached)
 
     def prompt_computed(self, key: bytes, now: float) -> list[TurnAway]:
@@ -210,7 +219,7 @@ class Admission:
         request = self._running.pop(key, None)
         if request is not None:
             self._num_of_tenant[request.terms.tenant] -= 1
-            if request.decode is None and not request.has_begun:  # no pair was found for it
+            if not request.was_sent and not request.has_begun:  # no pair was found for it
                 self._queue.charge(request.terms.tenant, prompt_tokens=-request.num_tokens)
             self._overload.ended(key, now)
             if self._queue:
@@ -221,6 +230,7 @@ class Admission:
     @property
     def next_tick_at(self) -> float | None:
         """When somebody has waited too long; None = nobody waits."""
+        # Who was admitted or has left stays in the heap until it comes to its top.
         while self._give_up and self._give_up[0][1] not in self._waiting:
             heapq.heappop(self._give_up)
         return self._give_up[0][0] if self._give_up else None
@@ -338,6 +348,7 @@ class Admission:
             error: MeshError | None = DeadlinePassed("the deadline passed in the queue")
         elif not self._ignores(due_at):
             waited_s = now - request.arrived_at
+            # At the instant of the timer the limit is reached, and not yet missed: hence the 1 ms.
             error = late(request.terms, Forecast(waited_s + 1e-3, 0.0, waited_s))
         else:
             error = Overloaded(
@@ -369,6 +380,7 @@ class Admission:
         self._waiting.pop(request.key, None)
         if request.queued is not None:
             self._queue.remove(request.queued)
-            self._behind.pop(request.follows, None)  # they have the same deadline
+            # Those behind it need no turn any more: they have the same deadline, and so end now.
+            self._behind.pop(request.follows, None)
         self._refusals[error.code or error.type] += 1
         return TurnAway(request.key, error)

@@ -168,7 +168,7 @@ class RequestShell:
         self._admission.emitted(
             self._request.request_id, len(tokens), now, cached_tokens=self.timeline.cached_tokens
         )
-        if self._take is not None:
+        if self._take is not None:  # else the consumer failed, or left in this very turn
             try:
                 if self._take(tokens):
                     self._is_called = True
@@ -261,12 +261,15 @@ class RequestShell:
                     prefix=prefix if kind is Leg.WHOLE else None,
                 )
             leg.stream_id = session.send(leg, message, num_cached=num_cached)
-        if decision.decode in legs.values():
-            workers = [leg.session.worker for leg in self._legs.values()]
-            now = asyncio.get_running_loop().time()
-            self._admission.dispatched(
-                self._request.request_id, workers[0], workers[-1], now, num_cached=num_cached
-            )
+        # The legs stand in order, prefill first; of a whole one both ends are the same worker.
+        workers = [leg.session.worker for leg in self._legs.values()]
+        self._admission.dispatched(
+            self._request.request_id,
+            workers[0],
+            workers[-1] if decision.decode in legs.values() else None,
+            asyncio.get_running_loop().time(),
+            num_cached=num_cached,
+        )
 
     # --- effects --------------------------------------------------------------------------------
 

@@ -8,8 +8,10 @@ from services.gateway.core.admission import Admission, Admit, Effect, TurnAway
 from services.gateway.core.overload import Overload, OverloadMode
 from services.gateway.core.sides import Sides
 from services.gateway.core.tenants import Tenants, Terms
+from services.gateway.core.worker import Role
 from shared.errors import DeadlinePassed, InvalidRequest, Overloaded, ShuttingDown
 from shared.tenants import Asked, Tenant
+from tests.unit.services.gateway.core.test_gateway_routing import a_worker
 
 
 def an_admission(running: int = 1, waiting: int = 2, **tenants: Tenant) -> Admission:
@@ -201,6 +203,15 @@ def test_what_was_never_sent_to_workers_was_not_given() -> None:
         assert admission.arrive(b"%d" % number, 0.0, terms=of("tries"), num_tokens=1000)
         admission.leave(b"%d" % number, 0.0)
     assert admission._queue.counter("tries") == 0.0
+
+
+def test_a_prompt_that_was_sent_to_prefill_alone_was_given_though_its_client_leaves() -> None:
+    """Who asks for one token and hangs up before it comes has had the work all the same."""
+    admission, worker = an_admission(), a_worker(Role.PREFILL, 1)
+    admission.arrive(b"1", 0.0, terms=of("hasty"), num_tokens=1000)
+    admission.dispatched(b"1", worker, None, 0.0)
+    admission.leave(b"1", 0.1)
+    assert admission._queue.counter("hasty") == 1000.0
 
 
 def test_a_gateway_that_shuts_down_refuses_who_waits() -> None:
