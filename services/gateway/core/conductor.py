@@ -108,6 +108,8 @@ class Conductor(Local):
         believed."""
         scores, terms, place = _prompt_scores(request, sides)
         if len(sides.decodes) > 1:
+            # A hand-over's speed is of one prefill worker. Which it will be is chosen after this:
+            # the one with the least score stands for those that count as equal.
             return Scores(scores, _answer_scores(request, sides, sides.prefills[place]), terms)
         return Scores(scores, _taken_shares(sides), terms)
 
@@ -117,6 +119,7 @@ def _prompt_scores(
 ) -> tuple[Sequence[float], Sequence[PromptTerms], int]:
     """Return the workers' scores, what each is made of, and the place of the least."""
     workers = sides.prefills
+    # Fetches are weighed in columns only: where one is possible, few workers go that way, too.
     if len(workers) > FEW or request.fetches is not None:
         return _scores_in_columns(request, sides)
     is_s = all(worker.is_predictable for worker in workers)
@@ -164,6 +167,7 @@ def _terms_of(worker: Worker, request: RouteRequest, *, is_s: bool) -> PromptTer
     """Return what a worker's score is made of that fetches nothing. It loads what lies below its
     pool, unless computing that is predicted to be quicker (``TierMoves``)."""
     num_tokens, hit = request.num_tokens, request.cached.get(worker.place, NOTHING)
+    # The prompt's last token is computed even if its KV is cached: token 1 comes out of it.
     cached, in_pool = min(hit.tokens, num_tokens - 1), min(hit.in_pool, num_tokens - 1)
     if not is_s:
         return PromptTerms(worker.pending_tokens, num_tokens - cached, cached, is_s=False)

@@ -133,6 +133,7 @@ class Dispatcher:
         takes_s = 0.0 if decision.prediction is None else decision.prediction.ttft_s
         deadline_s = 0.0
         if self._deadline_at is not None:
+            # Never 0, which would be none: one that passes at this instant is still a deadline.
             deadline_s = max(0.001, self._deadline_at - now)
         send = Send(
             attempt=life.dispatched(is_whole=decision.is_colocated),

@@ -120,6 +120,7 @@ class FairQueue:
         for lines in reversed(self._lines):
             best: QueuedRequest | None = None
             least = 0.0
+            # A copy: ``_first`` deletes a line that turns out to be empty.
             for tenant in list(lines):
                 first = self._first(lines, tenant)
                 if first is None or not may_run(tenant):
@@ -156,6 +157,7 @@ class FairQueue:
         self._counters[tenant] = self.counter(tenant) + work / self._weight_of(tenant)
 
     def _lift(self, tenant: str) -> None:
+        # Where nobody waits: to the one that left the queue last, as in the paper's algorithm 2.
         floor = min(map(self.counter, self._num_waiting or (self._last_left,)))
         self._counters[tenant] = max(self.counter(tenant), floor)
 
@@ -194,4 +196,5 @@ class FairQueue:
                 request.priority += 1
                 self._leave_line(request.priority - 1, request.terms.tenant)
                 self._enter(request)
+                # From when it was due, not from now: it may have come due several times.
                 self._age_later(request, at)

@@ -130,6 +130,8 @@ class OffersOf:
         own = self._cached.num_tokens(sink.place)
         best: Fetch | None = None
         for num_tokens, source in self._sources:
+            # Most comes first. Who has less is never preferred for speed: only of those that have
+            # equally much the quickest is taken.
             if num_tokens <= own or (best is not None and num_tokens < best.num_tokens):
                 break
             if source is sink:

@@ -234,6 +234,7 @@ class Lifecycle:
         if following is None:
             return []
         is_last = following.finish_reason is not FinishReason.NONE
+        # An answer that ends here needs no room on decode, so it does not wait for any.
         if self.needs_decode and not current.is_granted and not is_last:
             return []
         ready: list[AnswerToken] = []
@@ -245,7 +246,8 @@ class Lifecycle:
                 break
         effects: list[Effect] = [*ready]
         if self.finish_reason is not FinishReason.NONE:
-            # Its own finish: nothing to cancel.
+            # The leg that brought the end has ended by itself. If that was prefill with its one
+            # token, decode still keeps room for the rest: ``_end`` cancels it.
             if Leg.WHOLE in current.open_legs:
                 current.open_legs.remove(Leg.WHOLE)
             elif ready[-1].index > current.first_index:
@@ -268,10 +270,9 @@ class Lifecycle:
     def leg_failed(self, attempt: int, leg: Leg, error: MeshError, *, lost: bool) -> list[Effect]:
         """A leg reported an error, or its worker is gone (``lost``).
 
-        A prefill worker that dies after its token may have pushed everything: decode knows, and
-        will either join or fail, so nothing is decided here (one that has not even granted has
-        nothing). Without its token nobody else can
-        say how the answer begins, even if decode has all KV.
+        A prefill worker that dies after its token may have pushed everything. A decode leg that
+        has granted knows, and will join or fail: nothing is decided here. If it dies before its
+        token another attempt is needed even if decode has all KV: nobody else has the token.
         """
         current = self._current(attempt)
         if current is None or leg not in current.open_legs:
@@ -285,6 +286,7 @@ class Lifecycle:
             return self._end(Event.GIVEN_UP, _for_client(error))
         effects: list[Effect] = [CancelLeg(other) for other in current.open_legs]
         self._attempt = None
+        # The client has none of these, so the next attempt computes them again.
         self._early.clear()
         self._move(Event.ATTEMPT_FAILED)
         has_blamed_other = isinstance(error, PeerError) and not isinstance(error, NoBlocks)

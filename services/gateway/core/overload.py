@@ -107,6 +107,7 @@ class Overload:
         self._speeds = speeds or ReportedSpeeds()
         self._answers: dict[Hashable, _AnswerInHand] = {}
         self._on: dict[Incarnation, dict[Hashable, _AnswerInHand]] = {}
+        # Infinite = no answer has ended yet: none of those that run is expected to end.
         self._mean_s = math.inf
 
     # --- events ---------------------------------------------------------------------------------
@@ -226,11 +227,13 @@ class Overload:
 
     def _num_running(self, decode: Worker) -> int:
         own = self._on.get(decode.incarnation, {}).values()
+        # The report counts other gateways' answers, too, but is older than our own newest ones.
         return max(decode.status.num_running, sum(answer.has_begun for answer in own))
 
     def _num_in(self, decode: Worker, now: float, in_s: float) -> int:
         """Return how many answers will run there so much later, at most (``_SIGMAS``)."""
         own = self._on.get(decode.incarnation, {}).values()
+        # Of other gateways' answers nothing is known but their number: they count as if none ended.
         at, num, variance = now + in_s, float(max(0, decode.num_answers - len(own))), 0.0
         for answer in own:
             begins_at = now if answer.has_begun else max(now, answer.first_token_at)

@@ -96,6 +96,7 @@ class PeerTable:
         worker = self._workers.pop(incarnation, None)
         if worker is not None:
             del self._at[worker.place]
+            # It may still be told of ended orders, and its bit may be another's by then.
             worker.changed = {}
             self._changed.pop(worker.bit, None)
             for other in self._workers.values():
@@ -144,6 +145,7 @@ class PeerTable:
 
     def _note_homes(self) -> None:
         at_home = tuple(it for it in self.serving(Role.DECODE) if it.is_home_on(Role.DECODE))
+        # By identity: a rejoin replaces the entry, and may bring another address.
         if [*map(id, at_home)] != [*map(id, self.at_home_with_tokens)]:
             self.at_home_with_tokens = at_home
 
@@ -185,6 +187,7 @@ class PeerTable:
         """Who may take new work; a colocated worker stands on both sides."""
         if self._sides is None:
             usable = [worker for worker in self._workers.values() if worker.is_usable]
+            # Everybody: who may push to nobody has no partners, and ``sides_of`` leaves it out.
             prefills = [(worker, worker.partners) for worker in usable]
             decodes = [worker for worker in usable if Role.DECODE in worker.serves]
             self._sides = self._reach = sides_of(prefills, decodes, self)

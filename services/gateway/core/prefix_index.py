@@ -144,6 +144,7 @@ class PrefixIndex:
             if self._bits[:, number].any():
                 self._number_of.setdefault(self._row(number), number)
             else:
+                # Its entries still have this number: it is free when the sweep has found them all.
                 self._dead.add(number)
         for expected in self._expecting:
             if expected.place == place:
@@ -319,6 +320,7 @@ class PrefixIndex:
             or len(self._expected) > EXPECTED_GRANULES
         ):
             self._forget(self._expecting.popleft())
+        # The 0 stands behind the last granule: none is called so, and nothing is found there.
         expected, column = self._expected.get, [*keys.tolist(), 0]
         at_ends = [expected(column[end]) for end in ends]
         for place in {it.place for it in at_ends if it is not None}:
@@ -348,6 +350,7 @@ class PrefixIndex:
 
     def _forget(self, promise: _Expected) -> None:
         for key in promise.keys.tolist():
+            # A later decision may expect the same granule, of this worker or another.
             if self._expected.get(key) is promise:
                 del self._expected[key]
 
@@ -376,4 +379,5 @@ def _num_runs(bits: Bits) -> NDArray[Any]:
 
 def column_of(hashes: list[bytes]) -> Keys:
     """Return the keys of a prompt's granules, whose hashes these are."""
+    # The first 8 of a hash's 32 bytes; 0 is no granule's name.
     return np.maximum(np.frombuffer(b"".join(hashes), "<u8")[::4], 1)

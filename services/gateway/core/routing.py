@@ -241,6 +241,7 @@ def route(
     if not sides:
         return None
     scores = policy.scores(request, sides)
+    # Taken before ``choose``, which changes the memory: a record must decide as it was then.
     seen = Seen(request, random, policy.memory, sides.views())
     places = prefill, decode = policy.choose(request, sides, scores, random)
     if not sides.decodes[decode].bit & sides.partners[prefill]:

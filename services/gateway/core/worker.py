@@ -34,7 +34,8 @@ class Standing(StrEnum):
 @dataclass(slots=True)
 class OpenOrder:
     """What one order asks of its worker: prompt tokens until they are computed, blocks to its
-    end. sent_at: loop time. num_cached: of its prompt tokens need not be computed."""
+    end. sent_at: loop time. num_cached: of its prompt tokens need not be computed. has_prompt: to
+    its end, also when they are computed: a prefill worker still pushes their KV."""
 
     num_tokens: int
     num_blocks: int
@@ -227,6 +228,7 @@ class Worker:
         free_at = self.reported_at + status.queue_s
         for session, orders in self.orders.items():
             seen = status.seen.get(session, 0)
+            # A session's ids only grow, so what the report has not seen stands at the end.
             unseen = takewhile(seen.__lt__, reversed(orders))
             for order in reversed([orders[stream_id] for stream_id in unseen]):
                 if order.num_tokens:

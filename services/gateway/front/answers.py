@@ -220,6 +220,7 @@ class _OneAnswer(Answers):
         if self._choice.is_done:
             return True  # after a stop string, of which the mesh knows nothing, more comes
         sink = self._sink
+        # If some wait here already, these wait behind them, or they would overtake them.
         if sink is None or self._arrived or not sink.has_room():
             self._arrived += tokens
             return len(self._arrived) >= self._fewest
@@ -280,7 +281,7 @@ class _ManyAnswers(Answers):
             async with _OneAnswer(mesh, choice) as answer:
                 self.is_let_in.set()
                 while deltas := await answer.next():
-                    await self._queue.put(deltas[0])
+                    await self._queue.put(deltas[0])  # one answer's ``next`` never has more
 
 
 def open_answers(mesh: Mesh, choices: Sequence[Choice]) -> AbstractAsyncContextManager[Answers]:
@@ -300,6 +301,7 @@ async def _open_many(mesh: Mesh, choices: Sequence[Choice]) -> AsyncGenerator[An
         async with TaskGroup() as group:
             waiting = iter(choices)
             tasks = [group.create_task(answers.run(waiting, mesh), name="answers-0")]
+            # A request is refused with its first answer or not at all (``core/admission.py``).
             await answers.is_let_in.wait()
             tasks += [
                 group.create_task(answers.run(waiting, mesh), name=f"answers-{idx}")

@@ -258,6 +258,7 @@ class Connection(BaseProtocol):
                     await self.send(request, response)
                 elif not request.is_answered:
                     self.abort()  # half a response must not look like a whole one
+                # Closing on unread bytes resets the connection, and the answer may be lost.
                 if not request.has_arrived:
                     await self._linger(request)
                 if request.is_last:

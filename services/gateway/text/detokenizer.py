@@ -251,6 +251,7 @@ class AnswerText:
             if found is not None:
                 return self._stopped(pieces, found)
         if finish_reason:
+            # What the decoder still held may complete a stop string, or end inside one.
             text, found = self._matcher.feed(self._detokenizer.flush())
             pieces += (text, self._matcher.flush())
             if found is not None:

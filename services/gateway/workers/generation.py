@@ -236,6 +236,7 @@ class GatewayMesh:
     async def enter(self, stay: _Stay) -> RequestShell:
         """Admit a request and dispatch it; ``leave`` follows, whatever comes of it."""
         request = stay.request
+        # A further answer is of a request that is here already: that is finished as a whole.
         if self._is_draining and not request.follows:
             raise ShuttingDown("this gateway is shutting down", retry_after_s=1.0)
         timeline = Timeline(

@@ -115,6 +115,7 @@ class Membership:
         for role in worker.serves:
             old = self.sessions.get((worker.incarnation, role))
             if old is not None:
+                # Only its join stream has ended: what runs over its session goes on.
                 old.worker = worker
                 continue
             session = WorkerSession(

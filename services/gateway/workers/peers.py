@@ -100,7 +100,7 @@ class WorkerSession:
         self.worker.ordered(
             self._role,
             stream_id,
-            len(order.token_ids) // 4,
+            len(order.token_ids) // 4,  # packed: four bytes a token
             computes=leg.leg is not Leg.DECODE,
             now=asyncio.get_running_loop().time(),
             num_cached=num_cached,
@@ -202,11 +202,13 @@ class WorkerSession:
                 )
                 self.worker.sessions.add(self._role)
                 self._num_failures = 0
+                # The session before may have been silent when it was lost.
                 self._suspect(False)
                 error = await control.run(
                     self._on_prefill_event if is_prefill else self._on_decode_event
                 )
                 self._last_silence_s = control.silence_s
+                # Not after the block: while its connection closes it must get no new requests.
                 self._lose(error)
             finally:
                 stream.drop()

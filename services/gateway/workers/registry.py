@@ -62,6 +62,7 @@ class Registry:
             raise RemoteProtocolError("a worker's first message must be its announcement")
         worker = read_announcement(report.announce, stream.peer.host)
         is_full = len(self._members.table) >= MAX_WORKERS
+        # One that joins anew, over another stream, already has its place.
         if is_full and self._members.table.get(worker.incarnation) is None:
             raise Overloaded(f"{MAX_WORKERS} workers have joined: no more are taken")
         try:
