@@ -27,6 +27,9 @@ from shared.worker.core.prefixes import ComingPrefixes, PrefixFetch
 if TYPE_CHECKING:
     from services.sim.worker import CoreWorker
 
+AT_ONCE_BYTES_S = 1e18
+"""Reported of a link on which a frame takes no time."""
+
 
 class StagedFrame(NamedTuple):
     """A frame in a staging slot of the sink."""
@@ -84,9 +87,17 @@ class KvEnds:
         self.senders.link_up(link, self._rule)
         sink.ends.receivers.link_up(link, self._worker.incarnation, self._rule)
 
-    def speed_to(self, sink: Incarnation) -> float:
-        """Bytes a second of one more push, beside those on their way; 0 = a frame takes no time."""
-        return self._link_bytes_s / (1 + self.senders.num_on(self._sinks[sink]))
+    @property
+    def speeds(self) -> dict[Incarnation, float]:
+        """Of each whom it may push to, bytes a second of one more push, beside those on their
+        way."""
+        found = dict.fromkeys(self.sinks, self._link_bytes_s or AT_ONCE_BYTES_S)
+        if self._link_bytes_s:
+            for link in self.senders.links_in_use:  # of dozens one or two
+                sink = self._others[link].incarnation if link in self._others else None
+                if sink is not None and self._sinks.get(sink) == link:
+                    found[sink] = self._link_bytes_s / (1 + self.senders.num_on(link))
+        return found
 
     @property
     def pending_bytes(self) -> int:

@@ -14,9 +14,6 @@ from shared.home import Home
 from shared.ids import Incarnation, StreamId
 from shared.kv.journal import KvChanges
 
-AT_ONCE_BYTES_S = 1e18
-"""Reported of a link on which a frame takes no time."""
-
 
 class Pace(NamedTuple):
     """How often a worker reports. report_s: if there is nothing new; news within burst_s make one
@@ -123,7 +120,7 @@ def status_of(
         step_tokens=core.size.token_budget,
         prompt_steps=prompt_steps,
         answer_steps=answer_steps,
-        speeds={sink: core.ends.speed_to(sink) or AT_ONCE_BYTES_S for sink in core.ends.sinks},
+        speeds=core.ends.speeds,
         egress_bytes=core.ends.pending_bytes,
         seen=dict(seen),
     )

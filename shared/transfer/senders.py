@@ -209,6 +209,11 @@ class Senders:
         """Whether a transfer on this link is not over."""
         return any(sender.link == link for sender in self._senders.values())
 
+    @property
+    def links_in_use(self) -> set[LinkId]:
+        """Those with a transfer that is not over."""
+        return {sender.link for sender in self._senders.values()}
+
     def num_on(self, link: LinkId) -> int:
         """Transfers on this link that are not over; they share its bandwidth."""
         return self._flows[link].num_transfers if link in self._flows else 0

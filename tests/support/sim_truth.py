@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest import mock
 
+from services.sim.ends import AT_ONCE_BYTES_S
 from services.sim.engine import TimedEngine
 from services.sim.mesh import CoreMesh
 from services.sim.open_loop import SimRequest, run_open_loop
 from services.sim.orders import WorkerSize
-from services.sim.reports import AT_ONCE_BYTES_S
 from shared.config import STEP_TOKENS
 from shared.engine.fake import FakeModel, FakeTiming
 from shared.ids import Incarnation
