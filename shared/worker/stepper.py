@@ -67,8 +67,9 @@ class StepSink(Protocol):
 class Stepper:
     """The loop. ``changed`` and ``wake`` are synchronous and allowed at any time.
 
-    on_step: told of every step and its seconds. look_ahead: plan a step while the one before it
-    runs. metrics: of a step that gives answers tokens, and of one that has prompts alone.
+    on_step: told of every step and for how long it kept the next one waiting: what the loop does
+    around it counts, which is felt where steps are short. look_ahead: plan a step while the one
+    before it runs. metrics: of a step that gives answers tokens, and of one that has prompts alone.
     """
 
     def __init__(
@@ -133,12 +134,15 @@ class Stepper:
         Raises EngineFailed, or another error that no request is to blame for: the sink has been
         told, and what it holds may be computed elsewhere; the process should end.
         """
+        loop = asyncio.get_running_loop()
+        self._began_at = loop.time()
         try:
             while True:
                 if self._running is None and not self._begin():
                     self._quiet.set()
                     await self._wake.wait()
                     self._wake.clear()
+                    self._began_at = loop.time()
                     continue
                 await self._step()
         except MeshError as error:
@@ -173,7 +177,6 @@ class Stepper:
 
         begun = self._compute.begin(plan.rows, (), layers_ready if pushes else None)
         self._running = _Step(plan, begun, pushes)
-        self._began_at = asyncio.get_running_loop().time()
         self._quiet.clear()
         return True
 
@@ -185,7 +188,8 @@ class Stepper:
         results = await step.results()
         # As in the scheduler's commit: what was planned ahead runs now, and is not taken back.
         self._running, self._next = self._next, None
-        self._began_at = asyncio.get_running_loop().time()
+        now = asyncio.get_running_loop().time()
+        seconds, self._began_at = now - self._began_at, now
         outcome = self._scheduler.commit(plan, results)
         if plan.num_decode_rows:
             failpoint("decode.mid_decode")
@@ -194,7 +198,7 @@ class Stepper:
         # Before what is only counted: clients wait for the tokens.
         self._sink.step_done(outcome.tokens, pushes, step.done if pushes else None)
         if self._on_step is not None:
-            self._on_step(plan, step.seconds)
+            self._on_step(plan, seconds)
         self._step_s.add(step.seconds)
         metrics = self._metrics if plan.num_decode_rows else self._prompt_metrics
         metrics.step_seconds.observe(step.seconds)

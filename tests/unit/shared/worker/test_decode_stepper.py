@@ -8,7 +8,7 @@ import dataclasses
 import gc
 import threading
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 import pytest
 
@@ -48,6 +48,7 @@ class _Sink:
 
     def __init__(self) -> None:
         self.tokens: list[NewToken] = []
+        self.on_tokens: Callable[[], None] = lambda: None
         self.error: MeshError | None = None
 
     def admitted(self, sequences: Sequence[TokenSequence]) -> None:
@@ -60,6 +61,7 @@ class _Sink:
     def step_done(self, tokens: Sequence[NewToken], pushes: object, done: object) -> None:
         """Tokens came."""
         self.tokens += tokens
+        self.on_tokens()
 
     def sequences_failed(self, failures: Sequence[Failure]) -> None:
         """Never here."""
@@ -81,11 +83,13 @@ class Loop:
         self.worker = Worker(num_blocks=64, block_size=4)
         self.scheduler, self.sink = self.worker.scheduler, _Sink()
         self.compute = ThreadCompute(self.engine)
+        self.told: list[float] = []
         self.stepper = Stepper(
             compute=self.compute,
             scheduler=self.scheduler,
             metrics=DecodeMetrics(),
             sink=self.sink,
+            on_step=lambda plan, seconds: self.told.append(seconds),
             look_ahead=look_ahead,
         )
 
@@ -337,6 +341,23 @@ async def test_a_step_tells_how_long_the_engine_took() -> None:
     await step.results()
     assert 0.02 < step.seconds < 30
     await compute.close()
+
+
+@pytest.mark.parametrize("look_ahead", [False, True])
+async def test_what_stands_around_a_step_counts_and_a_rest_does_not(look_ahead: bool) -> None:
+    """A loop that is busy for 50 ms while tokens are handed on has steps of 50 ms."""
+    async with a_loop(look_ahead=look_ahead) as loop:
+        loop.sink.on_tokens = lambda: time.sleep(0.05)
+        loop.engine.may_end.release(1000)
+        loop.ready(1, max_tokens=4)
+        await loop.got(3)
+        await loop.stepper.quiet()
+        num_steps = len(loop.told)
+        assert min(loop.told[1:num_steps]) >= 0.05
+        await asyncio.sleep(1.0)
+        loop.ready(5, max_tokens=2)
+        await loop.got(4)
+        assert loop.told[num_steps] < 1.0
 
 
 async def test_a_loop_that_is_cancelled_takes_the_next_step_back() -> None:
