@@ -22,6 +22,8 @@ class EventClock:
         self.num_events = 0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
+        # Below all of ``_order``: an arrival is asked for when the one before it comes, and is as
+        # early in its instant as if all had been asked for at the start.
         self._arrivals = itertools.count(-1 << 62)
 
     def at(self, when: float, happen: Callable[[], None]) -> None:
@@ -62,6 +64,7 @@ class CountedBytes:
 
     def __call__(self, num_bytes: int) -> bytes:
         self._next += 1
+        # What changes comes first: a short answer is cut where all are alike.
         return self._next.to_bytes(16, "little")[:num_bytes].ljust(num_bytes, b"\0")
 
 

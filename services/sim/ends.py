@@ -53,6 +53,7 @@ class KvEnds:
             random_bytes=random_bytes,
             window=size.num_slots // 2,
         )
+        # A frame has one layer: of a simulated model that is a group of layers (``LAYER_GROUPS``).
         self._rule = FrameRule(layout=layout, group_bytes=1, max_frame_bytes=size.frame_bytes)
         self._link_bytes_s = size.link_bytes_s
         self._byte_s = 1 / size.link_bytes_s if size.link_bytes_s else 0.0
@@ -210,6 +211,7 @@ class KvEnds:
         ends, now = other.ends, self._clock.now
         if isinstance(message, Pull):
             ends._be_pulled(link, message)
+        # A link is for one direction (``pair``): on one to a sink of ours we are the source.
         elif link in self._sinks.values():
             ends.do(ends.receivers.message(link, message, now))  # type: ignore[arg-type]
         else:
@@ -291,6 +293,7 @@ class KvEnds:
             worker.catch_up()
             cached = lease.skip_tokens
             effects = worker.leases.keep(lease, num_tokens, now=self._clock.now)
+            # Before its life ends, which would end the fetch with nothing (``CoreWorker._close``).
             self.fetch_ended(job.order.key, max(0, num_tokens - cached), num_bytes)
             worker.handle(job, LifeEvent.KEPT)
             worker.do_leases(effects)

@@ -191,6 +191,7 @@ class Members(ABC):
 
     def kill(self, core: CoreWorker) -> None:
         """The process is gone without a word."""
+        # First: words of the steps that it has made have left; ``_tell`` takes none of a dead one.
         core.tell_all()
         core.is_alive = False
         member = self.members[core.incarnation]
@@ -211,6 +212,7 @@ class Members(ABC):
         """Order it to another home; it says so with its next report."""
         self._orders += change_home(self.table, core.incarnation, home, next(self._order_numbers))
         wanted = self._orders[-1].home
+        # Only the first: each goes out when the one before is confirmed (``change_home``).
         self._give_home(self._orders[0])
         return wanted
 
@@ -234,6 +236,7 @@ class Members(ABC):
     def _read(self, member: Member, status: WorkerStatus, changes: KvChanges | None) -> None:
         """A worker's report has arrived."""
         worker, prefixes = member.worker, self.router.prefixes
+        # It has ended since it sent this.
         if self.table.get(worker.incarnation) is None:
             return
         if self.table.report(worker, status, self.clock.now):
@@ -251,6 +254,7 @@ class Members(ABC):
 
     def _lose(self, member: Member) -> None:
         error = WorkerLost("it has been silent for too long")
+        # First: who fails over must not find it in the table.
         self._forget(member)
         for role in member.worker.serves:
             member.worker.lost(role)

@@ -148,6 +148,7 @@ class CoreMesh(Members):
                 cached=lambda now: self.router.cached(answer.hashed, now),
             )
         )
+        # Neither turned away nor let in: it waits, and somebody must look when that is too long.
         if not (answer.is_over or answer.decisions or answer.search):
             self.clock.at(now + self._max_wait_s, self._tick_admission)
 
@@ -356,6 +357,7 @@ class CoreMesh(Members):
                     answer.computed = answer.computed or word.prompt
                     if not new.finish_reason and self._is_refused_now(answer):
                         return
+                # A prompt's order ends with ``done``: its worker may still push, and holds blocks.
                 if new.finish_reason and leg is not Leg.PREFILL:
                     self._close(word.stream_id)
                 token = AnswerToken(new.index, new.token_id, new.finish_reason)
@@ -367,6 +369,7 @@ class CoreMesh(Members):
         assert new is not None
         assert steps is not None
         if new.finish_reason:
+            # ``many_arrived`` takes no token that ends an answer.
             steps = steps._replace(stop=steps.stop - 1)
         tokens = [new.token_id] * steps.num
         if answer.life.many_arrived(attempt, leg, new.index, tokens):

@@ -51,6 +51,7 @@ class Reporter:
         if changed_at < self._news_at:
             self._news_at = changed_at
             self._report_at(
+                # Never later than it would come without news.
                 min(changed_at + self._pace.burst_s, self._reported_at + self._pace.report_s)
             )
 
@@ -66,16 +67,19 @@ class Reporter:
         self._clock.at(when, lambda: self._due(number))
 
     def _due(self, number: int) -> None:
+        # Events are not taken back: a report that was ordered after this one stands for it.
         if number == self._number and self._core.is_alive:
             self.report()
 
     def report(self) -> None:
         self._reported_at, self._news_at = self._clock.now, math.inf
+        # A snapshot may take several reports (``KvChanges``).
         while True:
             status, changes = self._status(), self._changes()
             self._clock.send(lambda it=(status, changes): self._read(*it))
             if changes is None or changes.is_whole:
                 break
+        # The end of each equal step changes the load, and is no event that would tell so.
         if self._core.step_ends_at > 0.0:
             self.changed()
         else:

@@ -26,6 +26,7 @@ class DistServeTimes:
                 small = num_rows < self.fits.large_from
                 decode_ms -= (self.fits.decode_small if small else self.fits.decode_large)[0]
             total_ms += decode_ms
+        # The first stage's share counts contexts without the + 1 of each row in num_context.
         return (total_ms + first_stage_ms(num_prompt + num_context - num_rows)) / 1000
 
     def warnings(self) -> list[str]:

@@ -69,6 +69,7 @@ class TokenTimes(Sequence[float]):
         place = index + self._num if index < 0 else index
         if not 0 <= place < self._num:
             raise IndexError(index)
+        # Asked of every answer that is over: without a walk through all that it has.
         if place == self._num - 1:
             last = self._parts[-1]
             if isinstance(last, tuple):

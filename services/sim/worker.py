@@ -1,7 +1,6 @@
 """One worker of cores alone: scheduler, block pool, leases, lives, both ends of transfers. No
-asyncio, socket, task or thread: a heap of events is all that moves.
-
-What stands here is what the shells of ``shared/worker`` perform, and nothing that decides.
+asyncio, socket, task or thread: a heap of events is all that moves. What stands here is what the
+shells of ``shared/worker`` perform, and nothing that decides.
 
 With ``skips`` equal decode steps are one event (``Scheduler.runway``, ``advance``). Whatever else
 happens on the worker has it catch up first, so that everybody sees what stepping would have shown;
@@ -62,11 +61,8 @@ from shared.worker.core.life import (
 
 
 class CoreWorker:
-    """One worker, for prompts, answers and whole requests alike.
-
-    tell: a word to the gateway. is_mixed: it computes whole requests, too. skips: see the module's
-    text.
-    """
+    """One worker, for prompts, answers and whole requests alike. tell: a word to the gateway.
+    is_mixed: it computes whole requests, too. skips: see the module's text."""
 
     def __init__(
         self,
@@ -201,6 +197,7 @@ class CoreWorker:
                     self._say(job, "done")
                 case StopCompute():
                     assert job.sequence is not None
+                    # Its blocks stay until the commit of a step that uses them; a run has none.
                     self._step_alone()
                     self.scheduler.abort(job.sequence)
                 case AbortPush(why):
@@ -279,10 +276,12 @@ class CoreWorker:
         if self._skips and (num_steps := self.scheduler.runway()):
             self._begin_run(min(num_steps, most))
             return
+        # Before this plan's tokens: a run's first is counted back from the newest (``_tell_run``).
         self._tell_runs()
         plan = self.scheduler.plan()
         for sequence in plan.admitted:
             job = self._jobs_of[sequence]
+            # A preempted one is admitted again, and has begun before.
             if job.life.state is LifeState.QUEUED:
                 job.started_at = self.clock.now
                 self.handle(job, LifeEvent.ADMITTED)
@@ -363,6 +362,7 @@ class CoreWorker:
         self.on_change()
 
     def _end_run(self, run: EqualSteps, at: float) -> None:
+        # Caught up since: the step that ran then is the last, and has an event of its own.
         if self._run is not run or run.ends[-1] != at or not self.is_alive:
             return
         self._run = None
@@ -408,12 +408,14 @@ class CoreWorker:
         times, held = run.ends[:num_steps], 0
         if not run.has_blocks:
             held = self.pool.num_held + num_blocks_for(num_steps, self.scheduler.running, self.pool)
+        # After ``held``: an answer that ends gives its blocks back, and held them to the last step.
         ended = self.scheduler.advance([[1] * num_steps] * run.num_rows)
         self._run_ends.extend(times)
         self.work.note(times[-1] - run.began_at, held, num_steps)
         run.began_at = times[-1]
         del run.ends[:num_steps]
         jobs = [self._jobs_of[sequence] for sequence in ended]
+        # All of them first: the end of one begins a step, which tells those that are still here.
         for job in jobs:
             self._untold.remove(job)
         for job in jobs:

@@ -68,6 +68,7 @@ class _Job:
     def __init__(self, arrival: Arrival) -> None:
         self.arrival = arrival
         self.context = arrival.prompt_len
+        # As coded: so many decode steps after the prefill, whose own token is none of them.
         self.left = arrival.output_len
         self.first_ms = self.end_ms = 0.0
 
@@ -281,6 +282,7 @@ class DistServeSim:
         until = self._heap[0][0] if self._heap else float("inf")
         if self._next_arrival < len(self._arrivals):
             until = min(until, self._arrivals[self._next_arrival].arrival.at_ms)
+        # The round in which an answer ends is an event: who goes on is decided at its end.
         most = min(job.left for job in batch) - 1
         most = min(most, (DECODE_CAP_TOKENS - num_tokens) // num)
         start, num_rounds = self.now, 0
@@ -288,6 +290,7 @@ class DistServeSim:
             end = start
             for stage in head.ring:
                 end += _decode_ms(stage, num, num_tokens)
+            # Also if it ends in that instant: a prompt that comes then goes before the next round.
             if end >= until:
                 break
             start = end

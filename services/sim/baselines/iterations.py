@@ -106,6 +106,7 @@ class SarathiPolicy:
     def select(self) -> list[Part]:
         batch = [Part(s, 1, s.num_computed) for s in self._running if s.is_decoding]
         left = self._budget - len(batch)
+        # The paper asks for memory and for a place among 128, too: here there is always both.
         while self._waiting and left > sum(map(_uncomputed, self._running)):
             self._running.append(self._waiting.popleft())
         for stream in self._running:

@@ -118,6 +118,7 @@ class PrefillPool:
     ) -> tuple[float, int, int]:
         """With what the node has, or with the longest prefix that there is, if that is quicker."""
         own = self._ttft(request, idx, used, 0.0)
+        # At equality the paper's algorithm prices a transfer, but copies nothing: here neither.
         if not longest or longest <= self._threshold * used:
             return own
         fetch_s = (longest - used) * BLOCK_TOKENS * self._times.fetch_s_per_token
@@ -126,6 +127,7 @@ class PrefillPool:
     def _ttft(
         self, request: PrefixRequest, idx: int, num_blocks: int, fetch_s: float
     ) -> tuple[float, int, int]:
+        # The last token is computed in any case: token 1 comes out of it.
         tokens = min(num_blocks * BLOCK_TOKENS, request.prompt_len - 1)
         wait_s = max(0.0, self.nodes[idx].free_at - request.at)
         return wait_s + fetch_s + self._times.prefill_s(request.prompt_len, tokens), idx, tokens

@@ -76,12 +76,14 @@ class SplitwiseSim:
         for pool in ("prompt", "mixed"):
             if machines := self._pool(pool):
                 best = min(machines, key=lambda m: m.pending)
+                # As coded: only the best of a pool is tested, and one without a queue is never long.
                 is_long = best.has_queue and best.pending + request.prompt_len > MAX_PENDING_TOKENS
                 if not is_long:
                     prompt = best
                     break
         for pool in ("token", "mixed"):
             if machines := self._pool(pool):
+                # By memory, as coded; the paper's rule is the shortest queue here, too.
                 best = min(machines, key=lambda m: m.reserved)
                 if best.reserved + self._need(best, request) < best.capacity:
                     token = best
@@ -98,6 +100,7 @@ class SplitwiseSim:
 
     @staticmethod
     def _need(machine: SplitwiseMachine, request: SplitwiseRequest) -> float:
+        # The + 1 is token 1, which their prompt task holds.
         return machine.kv(request.prompt_len + 1) + machine.kv(request.num_decodes)
 
     def _route(self, now: float, request: SplitwiseRequest) -> None:
@@ -148,6 +151,7 @@ class SplitwiseSim:
                 machine.waiting.append(one)
             else:
                 size = machine.kv(one.prompt_len + 1)
+                # While it moves both ends hold it.
                 token.used += size
                 self._push(now + size / self._bandwidth, self._moved, one)
         self._start(now, machine)

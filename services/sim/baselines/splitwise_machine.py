@@ -84,6 +84,7 @@ class SplitwiseMachine:
 
         def has_room(cost: int) -> bool:
             taken = len(prompts) + len(decodes)
+            # The first has no budget: a prompt that is longer than it runs alone.
             return taken < MAX_BATCH and (not taken or tokens + cost <= MAX_BATCH_TOKENS)
 
         def take_decode(one: SplitwiseRequest) -> bool:
@@ -119,6 +120,7 @@ class SplitwiseMachine:
                 break
         left = [one for one in self.preempted + self.running if id(one) not in chosen]
         self.waiting = [one for one in self.waiting if id(one) not in chosen]
+        # As coded, an iteration missed counts for who never ran, too.
         for one in (*left, *self.waiting):
             one.num_preempted += 1
         self.preempted = left
