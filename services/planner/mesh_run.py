@@ -151,6 +151,7 @@ def _mesh(
         lambda _: TimedEngine(setting.unit(Unit()).times),
         largest,
         policy=setting.policy,
+        # The gateway lets everybody in: what is felt is to be the workers' doing.
         max_running=1 << 20,
         max_waiting=max(1, num_requests),
         max_wait_s=1e9,

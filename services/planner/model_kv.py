@@ -62,6 +62,7 @@ def folder_shape(folder: ModelFolder) -> KvShape:
     # Only of the family whose layers are these products: gated, dense, without a latent.
     has_known_layers = "intermediate_size" in config and "vocab_size" in config
     if has_known_layers and not latent and not _EXPERTS & config.keys():
+        # Queries and output, keys and values; then gate, up and down.
         layer = hidden * head_dim * 2 * (heads + num_kv_heads) + 3 * hidden * whole(
             "intermediate_size"
         )

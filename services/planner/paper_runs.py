@@ -174,6 +174,7 @@ _MODEL_NOTE: Final = (
 def sarathi_tables() -> list[PaperTable]:
     """Stall-free batching: gaps, chunks, capacity under two limits."""
     orca, sarathi = _worst_gap(OrcaPolicy(128, 1 << 40)), _worst_gap(SarathiPolicy(512))
+    # 8200: the longest prompt with the longest answer of ``_streams``.
     bound = STEP_BASE_S + STEP_TOKEN_S * 512 + STEP_ATTENDED_S * 512 * 8200
     alone = step_s([Part(Stream(0, 0.0, 1, 2), 1, 4096)] * 32)
     rows = [

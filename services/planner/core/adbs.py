@@ -11,6 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+# As in their code: tokens of a sequence where nobody knows better; the use of its quota from which
+# on a model receives, and up to which others give what they do not use; in mean quotas, the least
+# demand of a receiver, and what it gets in a period.
 AVERAGE_TOKENS: Final = 416
 FULL: Final = 0.9
 SPARE: Final = 0.95

@@ -64,6 +64,7 @@ def worker_bound(
     held = sum(one.num_steps * (one.num_new + one.output / 2) for one in lengths)
     context = read / steps if steps else prompt
     in_step = min(max(1.0, token_budget / prompt), num)
+    # Whichever is cheaper: Splitwise's measured prompts cost least at 2048 tokens a step.
     prompt_s = min(
         times.step_s(round(count * prompt), round(count * depth), 0, 0) / count
         for count in {1.0, in_step}
@@ -73,6 +74,7 @@ def worker_bound(
     row_s = min(times.step_s(0, 0, count, round(count * context)) / count for count in {1, rows})
     answers_s = steps / num * row_s
     step_s = times.step_s(0, 0, rows, round(rows * context))
+    # In a step that decodes anyway a prompt costs by what that step is longer.
     beside_s = times.step_s(round(prompt), round(depth), rows, round(rows * context)) - step_s
     both_s = min(prompt_s, max(beside_s, 0.0)) + answers_s
     return WorkerBound(1 / prompt_s, _rate(answers_s), _rate(both_s))
@@ -84,6 +86,7 @@ def _rate(seconds: float) -> float:
 
 def mesh_bound(shape: MeshShape, bounds: dict[Unit, WorkerBound]) -> float:
     """Return requests a second beyond which a mesh's queues must grow for ever."""
+    # A mixed worker counts on both sides in full: too much, and a bound may be that.
     prompts = sum(it.num * bounds[it.unit].prompts for it in shape.parts if it.kind in "PM")
     answers = sum(it.num * bounds[it.unit].answers for it in shape.parts if it.kind in "DM")
     if not shape.num_of("P") and not shape.num_of("D"):

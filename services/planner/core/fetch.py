@@ -45,6 +45,7 @@ def exposed(shape: KvShape, num_tokens: int, *, prefill_s: float, link: float) -
     """
     layer_s = shape.layer_bytes * num_tokens / link
     num = shape.num_layers
+    # The last layer has nothing to hide behind, nor has what the link could not carry until then.
     rest_s = max(layer_s, num * layer_s - (num - 1) * prefill_s / num)
     return Push(rest_s, num * layer_s)
 

@@ -131,6 +131,7 @@ def best_goodput(
 
     goodput: of a mesh, or 0 if it is not above the rate given. Fills in ``search`` as it goes.
     """
+    # Costs are sums of floats: what costs just the budget is within it.
     within = [one for one in offers if one.cost <= budget * (1 + 1e-9)]
     shapes = {one.shape for one in within}
     widest = [one for one in within if not _has_room(one.shape, shapes)]

@@ -114,6 +114,7 @@ def _read_unit(words: str, text: str) -> Unit:
             if tp not in DEGREES:
                 degrees = ", ".join(f"tp{degree}" for degree in DEGREES)
                 raise InvalidRequest(f"{word} in {text!r}: known are {degrees}")
+        # Degrees of pipelines (pp) and experts (ep) are not simulated, and no names of devices.
         elif re.fullmatch(r"[a-z][a-z0-9.-]*", word) and not re.fullmatch(r"[pe]p\d*", word):
             device = word
         else:

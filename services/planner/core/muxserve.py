@@ -43,6 +43,7 @@ class MuxModel:
     num_layers: int
     num_heads: int
     rate: float
+    # ShareGPT's means, as in their code.
     prompt_len: int = 161
     output_len: int = 338
     head_dim: int = 128
@@ -65,6 +66,7 @@ class MuxModel:
     @property
     def step_overhead_s(self) -> float:
         """Of scheduling, for each sequence of a decode step."""
+        # As their code has it, of 7, of 13 and of more billions.
         return {1: 0.1e-3, 2: 0.08e-3}.get(self.scale, 0.07e-3)
 
     @property
@@ -231,11 +233,13 @@ def greedy(
     needed = max(model.min_tp for model in models)
     order = sorted(models, key=lambda model: -model.rate * model.scale)
     for group in mesh_groups(num_nodes, gpus_per_node):
+        # Their pruning: the largest mesh stands first, and no mesh may stay empty.
         if group[0] < needed or len(group) > len(models):
             continue
         meshes = [ModelMesh(size) for size in group]
         for model in order:
             gains = [
+                # Of equal gains the smaller mesh, as theirs; of equal meshes the first.
                 (mesh.with_model(model).throughput - mesh.throughput, -mesh.num_gpus, -idx)
                 for idx, mesh in enumerate(meshes)
                 if mesh.can_hold(model)
@@ -257,6 +261,7 @@ def improved(meshes: Sequence[ModelMesh]) -> list[ModelMesh]:
     Ours: the published greedy placement alone falls short of the best by up to a fifth.
     """
     best = list(meshes)
+    # By more than rounding, or two placements could follow each other for ever.
     while better := next((it for it in _exchanged(best) if total(it) > total(best) + 1e-9), None):
         best = better
     return best

@@ -57,6 +57,7 @@ class WatchedMesh(NamedTuple):
         low, high = 0.0, 1.0
         while high < MOST_RATE and self._is_enough(numbers, kind, high):
             low, high = high, 2 * high
+        # Where no rate is low enough ``high`` halves for ever: that counts as none.
         while high - low > EXACT * high and high > 1e-6:
             middle = (low + high) / 2
             if self._is_enough(numbers, kind, middle):

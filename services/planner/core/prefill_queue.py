@@ -39,6 +39,7 @@ def crossover(speedup: float) -> float:
 
     speedup: of the latter, more than 1 and less than 2.
     """
+    # It lies below the speedup: from there on the group's queue is infinite, the stages' is not.
     return best_rate(
         lambda load: ttft_tensor(load, 1.0, speedup) < ttft_pipeline(load, 1.0), speedup, 1e-12
     )

@@ -96,6 +96,7 @@ def provision(
     """
     prompt_type, token_type = design
     num_prompt, is_found = most_prompt, False
+    # Then no smaller one is, either.
     if not is_fine(most_prompt, most_token):
         return
     for num_token in range(1, most_token + 1):

@@ -118,6 +118,7 @@ def replay_of(seen: Sequence[SeenRequest]) -> ReplayedPrompts:
     before: dict[str, list[tuple[int, ...]]] = {}
     for number, it in enumerate(seen, 1):
         num_cached = min(it.num_cached, it.num_prompt - 1)
+        # One token for each request: nobody finds more of it in a cache than was found.
         own = (number,) * (it.num_prompt - num_cached)
         known = before.setdefault(it.worker, [])
         prompt = own

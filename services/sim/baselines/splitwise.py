@@ -76,7 +76,7 @@ class SplitwiseSim:
         for pool in ("prompt", "mixed"):
             if machines := self._pool(pool):
                 best = min(machines, key=lambda m: m.pending)
-                # As coded: only the best of a pool is tested, and one without a queue is never long.
+                # As coded: a pool has one chance, its best; one without a queue is never long.
                 is_long = best.has_queue and best.pending + request.prompt_len > MAX_PENDING_TOKENS
                 if not is_long:
                     prompt = best
