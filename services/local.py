@@ -273,6 +273,7 @@ class LocalMesh:
                 if self._stopping.is_set() or service.is_retired:
                     return
                 self._enter(service, Phase.CRASHED)
+                # Never unset: this is a first start that failed. A later one is tried again.
                 if not service.ready.is_set():
                     if service.is_added:
                         return
@@ -304,6 +305,7 @@ class LocalMesh:
         async with child_process(service.module, service.env, self._log_fd) as (process, words):
             service.process = process
             self._enter(service, Phase.STARTING)
+            # ``_end`` came while it was being started, and had no process to end.
             if self._stopping.is_set():
                 process.kill()
             async with asyncio.TaskGroup() as tasks:

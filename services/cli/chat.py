@@ -150,6 +150,7 @@ class _Dialogue:
                     break
                 continue
             code = self._turn(line)
+            # Ctrl-C on a terminal means the answer alone; any other signal means the command.
             if code and (code != EXIT_INTERRUPTED or not sys.stdin.isatty()):
                 return code
         return self._code

@@ -75,6 +75,7 @@ def demo(*, file: ConfigFlag = None) -> int:
             mesh_block = local_mesh(services, log=log, restart=False, drain_s=5, on_change=change)
             async with mesh_block as mesh:
                 await wait_for_pair(mesh.http_url, PAIR_WITHIN_S)
+                # The table goes before the answer comes, and does not come back when the mesh ends.
                 shown.clear()
                 start.close()
                 await _show_answer(mesh, console)

@@ -126,6 +126,7 @@ async def stream_answer(
     has_begun = False
     try:
         async with (
+            # An event is a line, and aiohttp refuses one that is much longer than its buffer.
             gateway.access.session(read_bufsize=MAX_EVENT_BYTES) as session,
             session.post(gateway.address(f"/v1/{path}"), data=content, headers=headers) as response,
         ):

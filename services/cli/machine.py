@@ -35,9 +35,8 @@ def shape_for(*, computes: bool, cores: float, num_gpus: int) -> LocalShape:
     """Return the shape of a mesh of which nobody has said anything.
 
     computes: whether the engine has steps that cores or GPUs can be short of. cores: see
-    ``granted_cores``. Apart pays where
-    each role has a device of its own; within one, the half of an idle role lies idle
-    (bench/serve, docs/when-disaggregation-helps.md).
+    ``granted_cores``. Apart pays where each role has a device of its own; within one, the half of
+    an idle role lies idle (bench/serve, docs/when-disaggregation-helps.md).
     """
     if not computes:
         return LocalShape(prefill=1, decode=1)

@@ -51,6 +51,7 @@ class LocalScaler:
                 mesh.retire(worker)
         if self._clock() < self._again_at:
             return
+        # Who starts has not joined: the gateway does not count it among those that are present.
         starting = Counter(
             self._roles[worker.name]
             for worker in live

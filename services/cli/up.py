@@ -256,6 +256,7 @@ def plan_mesh(config: UpConfig, environment: Mapping[str, str]) -> MeshPlan:
     _require_numbers(config)
     shape, gpus = _shape(config, environment)
     if shape.workers and config.policy is None:
+        # The one policy of ours that moves workers between the roles.
         config = dataclasses.replace(config, policy="splitwise")
     gateway = _gateway(config, environment)
     if gateway.tls_client_ca is not None and not gateway.metrics_address:
@@ -297,6 +298,7 @@ def plan_mesh(config: UpConfig, environment: Mapping[str, str]) -> MeshPlan:
 
     def new_worker(role: str) -> Service:
         here = {id(service) for service in services}
+        # Whose process has ended for good is in ``services`` no longer, and its share is free.
         taken[:] = [(service, part) for service, part in taken if id(service) in here]
         used = [part for _, part in taken]
         part = next((part for part in parts if part not in used), parts[-1])

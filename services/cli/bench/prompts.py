@@ -62,6 +62,7 @@ class Prompts:
         """The shared blocks of a request, as far as they go, then what is its own."""
         found: list[T] = []
         for block_id in self.workload.asks[index].block_ids[: -(-wanted // size)]:
+            # Servers that share these prompts may be asked in ids the one, in words the other.
             key = draw.__name__, block_id
             if key not in self._blocks:
                 self._blocks[key] = draw(f"block {block_id}", size)

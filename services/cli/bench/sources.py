@@ -95,6 +95,7 @@ class Sessions:
             prefix: tuple[int, ...] = (0,)
             if sessions and rng.random() >= self.new_share:
                 back = min(len(sessions) - 1, int(rng.expovariate(4 / self.num_open)))
+                # It comes back below as the latest, with this turn.
                 prefix = sessions.pop(-1 - back)
             num_new = max(0, num_blocks - len(prefix))
             block_ids = (*prefix[:num_blocks], *range(next_id, next_id + num_new))

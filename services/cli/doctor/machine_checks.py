@@ -73,6 +73,7 @@ def check_kernels(facts: Facts) -> Finding:
             return right("CPU kernels", text)
         return wrong("CPU kernels", f"{text}; {native['shortfall']}", _KERNELS_REMEDY)
     text = f"{native['reason']}: on CPUs torch computes, in float32, two to seven times slower"
+    # Of the CPU or the system: nothing that could be installed here mends it.
     if native["reason"].startswith(("this CPU", "they are")):
         return absent("CPU kernels", text)
     return wrong("CPU kernels", text, _KERNELS_REMEDY)

@@ -58,6 +58,7 @@ class Explained:
 def num_runs(shape: MeshShape, *, has_runner_up: bool = False) -> int:
     """Return how many simulations ``explain`` takes at most."""
     others = len(neighbours(shape)) if has_runner_up else 0
+    # The longer run takes as long as so many.
     return len(VARIANTS) + NUM_SEEDS + LONGER + MOST_RUNS + others
 
 
@@ -103,6 +104,7 @@ def goodput(
     none is above ``above``. A rate that the mesh cannot sustain does not attain, though a run may
     be too short to show it."""
     bound = flags.most_rate(shape)
+    # Rates up to ``above`` tell nothing that is asked for, and beyond the bound all miss.
     first = min(bound, max(first, above * (1 + TOLERANCE)))
     search = RateSearch(first, flags.attainment, TOLERANCE, MOST_RUNS)
     while (rate := search.next_rate()) is not None:

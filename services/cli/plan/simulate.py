@@ -116,6 +116,7 @@ def _study(
             with progress(f"{shape}, {flags.rate:g} requests/s", len(requests)) as on_progress:
                 runs.append(flags.run(shape, requests, on_progress=on_progress))
     if not runs:
+        # Nothing can be shown: ``_interruptible`` says so.
         raise KeyboardInterrupt
     runs.sort(key=lambda it: (it.attained or 0.0, it.goodput, -_most_used(it)), reverse=True)
     found = Explained.of(runs[0])

@@ -270,6 +270,7 @@ def _setting(seen: SeenTraffic, flags: VerifyFlags) -> tuple[MeshShape, MeshSett
         raise InvalidRequest(f"{seen.source} tells of no worker: say what served with --mesh 1P+1D")
     answering = [it for it in workers if it.kind != "prefill"]
     computing = [it for it in workers if it.kind != "decode"]
+    # These two say how much a worker holds and of what, not how long a step takes.
     is_given = flags.times != TimesFlags(kv_tokens=flags.times.kv_tokens, model=flags.times.model)
     if is_given:
         _require_same_model(seen, flags.times)
@@ -294,6 +295,7 @@ def _setting(seen: SeenTraffic, flags: VerifyFlags) -> tuple[MeshShape, MeshSett
         kv = kv_of_bytes(seen.model, workers[0].token_bytes)
     colocated = shape.num_of("M") == shape.num_workers
     learned_s = 0.0 if mesh is None else mesh.handover_s["colocated" if colocated else "pair"]
+    # In the simulator a hand-over is two messages' ways: the order there, token 1 back.
     wire_s = seconds("--wire", flags.wire) if flags.wire else learned_s / 2 or WIRE_S
     link = flags.link and read_link(flags.link)
     return (
@@ -305,6 +307,7 @@ def _setting(seen: SeenTraffic, flags: VerifyFlags) -> tuple[MeshShape, MeshSett
             target=1.0,
             policy=policy,
             block_size=answering[0].block_size if answering else 16,
+            # A number would stand for the time that mixed workers keep a step to.
             token_budget=0 if shape.num_of("M") or not computing else computing[0].step_tokens,
             max_running=256,
             link_bytes_s=link or (mesh.link_bytes_s if mesh is not None else 0.0),
