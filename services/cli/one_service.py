@@ -59,6 +59,7 @@ def decode(*, config: DecodeConfig = DecodeConfig(), file: ConfigFlag = None) ->
 
 def _run_worker(config: WorkerConfig) -> int:
     config.check()
+    # For what they raise: a secret or a file that is wrong is told before a service is loaded.
     mesh_secret(config, os.environ)
     MeshTls.of(config)
     require_worker_modules(config)

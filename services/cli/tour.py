@@ -119,6 +119,7 @@ def _services() -> list[Service]:
 
 
 def _lines_of(log: Path) -> list[dict[str, Any]]:
+    # All that the processes print is in it; records are the lines that are objects.
     return [orjson.loads(line) for line in log.read_bytes().splitlines() if line[:1] == b"{"]
 
 

@@ -217,6 +217,7 @@ def up(
 
         async def main() -> None:
             def change(mesh: LocalMesh) -> None:
+                # The first change comes before anything is started.
                 interrupts.at_once = mesh.kill
                 view.show(mesh)
 

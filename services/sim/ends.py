@@ -192,6 +192,7 @@ class KvEnds:
             case transfer.ReportFailure(key, error):
                 worker.catch_up()
                 job = worker.taker(key)
+                # The receiver aborts by itself: the effect that would ask it to is dropped.
                 worker.leases.cancel(job.its_lease, error, now=now)
                 worker.handle(job, LifeEvent.FAILED, error)
             case transfer.QuarantineLease(key):

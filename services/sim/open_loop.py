@@ -95,6 +95,7 @@ class RunVerdict:
     def _count(self, *, kept: bool) -> None:
         self.num_kept += kept
         self.num_missed += not kept
+        # As shares, like the whole run's: (1 - 0.9) x 100 requests is a float's width below 10.
         if self.num_kept / self.num_requests >= self.target:
             self.attains = True
         elif (self.num_requests - self.num_missed) / self.num_requests < self.target:
@@ -151,6 +152,7 @@ def run_open_loop(
         nonlocal num_steps, moved_at
         on_progress(num_ended)
         num_done = sum(member.core.work.num_steps for member in mesh.members.values())
+        # An overloaded mesh takes long, and computes: only where nobody does is something wrong.
         if num_done != num_steps or not under_way:
             num_steps, moved_at = num_done, mesh.clock.now
         elif mesh.clock.now > moved_at + PATIENCE_S:

@@ -104,6 +104,7 @@ def distserve_placement(
             f"{', '.join(f'{d.tp},{d.pp}' for d in files.degrees(model))}"
         )
     few = min(num_requests, _TRIAL_REQUESTS)
+    # Of few requests, so that how long the search may take is known at once.
     trial = Placer(files, model, Demand.drawn(lengths, few, seed), goal, success)
     began = time.perf_counter()
     trial.alone(candidates[:1])

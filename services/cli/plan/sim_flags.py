@@ -126,6 +126,7 @@ class SimFlags:
                 f"days to arrive, and a run is of {MOST_SPAN_S / 86400:.0f} at most"
             )
         self.times.check()
+        # Read for what they raise.
         for part in (self.slo, read_link(self.link), self._source):
             assert part is not None
 

@@ -80,6 +80,7 @@ def adapted_quota(quota: Mapping[str, int], use: Mapping[str, QuotaUse]) -> dict
         left = sum(spare.values())
         take = min(max(0, wanted), left)
         for donor in sorted(spare, key=lambda n: -spare[n]):
+            # Rounded up, so that all is given; who comes last gives what is still lacking.
             part = min(spare[donor], -(-take * spare[donor] // left) if left else 0)
             part = min(part, take - (found[name] - quota[name]))
             spare[donor] -= part

@@ -174,6 +174,7 @@ def overload(
     wasted_s = 0.0
 
     def load(num_answers: float) -> float:
+        # Answers are spread evenly: of the node that has one more, if one has.
         return times.step_s(-int(-num_answers // NUM_DECODE)) / TBT_LIMIT_S
 
     def settle(now: float) -> None:
@@ -199,6 +200,7 @@ def overload(
             is_late = is_late or load(len(ends) + 1) > 1
         elif rejection == "predicted":
             then = request.at + expected[0]
+            # The paper takes ``ANSWER_S`` for those that run, too; here their true ends are known.
             will_run = sum(end > then for end in ends)
             will_run += sum(then - ANSWER_S < at <= then for at, *_ in prefilling)
             is_late = is_late or load(will_run + 1) > 1

@@ -163,6 +163,7 @@ class SplitwiseSim:
         prompt.reserved -= size
         token.waiting.append(request)
         self._start(now, token)
+        # What has gone may be the room that its next prompt lacks.
         self._start(now, prompt)
 
     def _finish(self, now: float, request: SplitwiseRequest, machine: SplitwiseMachine) -> None:
