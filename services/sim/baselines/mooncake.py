@@ -200,7 +200,7 @@ def overload(
             is_late = is_late or load(len(ends) + 1) > 1
         elif rejection == "predicted":
             then = request.at + expected[0]
-            # The paper takes ``ANSWER_S`` for those that run, too; here their true ends are known.
+            # The paper takes an answer's usual time for these, too; here their ends are known.
             will_run = sum(end > then for end in ends)
             will_run += sum(then - ANSWER_S < at <= then for at, *_ in prefilling)
             is_late = is_late or load(will_run + 1) > 1
