@@ -51,7 +51,7 @@ EXAMPLES: Final = {
 pdmesh demo                               needs no network and no GPU
 """,
     "up": """
-pdmesh up                                 the bundled model, one worker each
+pdmesh up                                 the bundled model, workers as this machine has room
 pdmesh up --prefill 2 --decode 2 --port 9000
 pdmesh up --model Qwen/Qwen3-0.6B         from the hub: pip install 'pdmesh[hub]'
 pdmesh up --config mesh.toml              settings without a flag here, too

@@ -7,6 +7,7 @@ import dataclasses
 import os
 import signal
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, make_dataclass
 from pathlib import Path
@@ -301,8 +302,9 @@ def plan_mesh(config: UpConfig, environment: Mapping[str, str]) -> MeshPlan:
         here = {id(service) for service in services}
         # Whose process has ended for good is in ``services`` no longer, and its share is free.
         taken[:] = [(service, part) for service, part in taken if id(service) in here]
-        used = [part for _, part in taken]
-        part = next((part for part in parts if part not in used), parts[-1])
+        free = Counter(parts)  # workers that share a device have equal parts
+        free.subtract(part for _, part in taken)
+        part = next((part for part in parts if free[part] > 0), parts[-1])
         made = one_more(services, _sized(prefill if role == "prefill" else decode, part))
         if part.gpus:
             made.env["CUDA_VISIBLE_DEVICES"] = part.gpus

@@ -51,8 +51,8 @@ def kv(
     link
         Bandwidth between two workers: GB/s are bytes, Gb/s bits.
     device
-        What computes: a100, a800, h100, h800, h200, h20, b200 or l40s, at its data sheet's dense
-        16-bit peak.
+        What computes: a100, a800, h100, h800, h200, h20, b200, l40s or l4, at its data sheet's
+        dense 16-bit peak.
     devices
         How many of them compute one prompt together.
     efficiency

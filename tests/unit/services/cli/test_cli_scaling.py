@@ -50,6 +50,17 @@ def test_the_machine_is_divided_among_as_many_as_may_come(monkeypatch: pytest.Mo
     assert more.env[SECRET_VARIABLE] == plan.services[0].env[SECRET_VARIABLE]
 
 
+def test_who_comes_later_gets_the_gpu_that_has_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers on one GPU have equal parts of it: that does not make the part taken for both."""
+    monkeypatch.setattr("services.cli.up.find_gpus", lambda environment: ["a", "b"])
+    config = up_config(port=0, device="cuda", prefill=1, decode=1, planner="act", max_workers=4)
+    plan = plan_mesh(config, {})
+    for role in ("prefill", "decode"):
+        plan.services.append(plan.new_worker(role))
+    firsts = [it.env["CUDA_VISIBLE_DEVICES"].partition(",")[0] for it in plan.services[1:]]
+    assert sorted(firsts) == ["a", "a", "b", "b"]
+
+
 def test_without_a_number_it_starts_nobody() -> None:
     """Homes may move all the same."""
     config = up_config(port=0, engine="fake", workers=3, planner="act")
