@@ -102,6 +102,7 @@ def decide(seen: MeshSeen, memory: Memory, rules: Rules, now: float) -> Decision
     memory = _note_start(memory, present, now)
     why = _why_hold(here, seen.traffic)
     if why:
+        # Nobody knows what was needed meanwhile: the whole dwell is watched anew before one falls.
         memory = replace(memory, needs=(), level_at=None, short_since={}, calm_since=now)
         return Decision(memory, wanted=memory.targets, hold=why)
     return _Look(seen, here, memory, rules, now, present).decide()
@@ -179,16 +180,19 @@ class _Look:
         level, slope, rate = self._rates()
         busy = self._busy(level)
         overfull = {kind for kind, share in busy.items() if share > OVERFULL}
+        # Of all workers together: so much for each, and a prompt that comes now begins too late.
         if self.queue_s > self.rules.limits.ttft_s * self.present.get(self.prompt_kind, 1):
             overfull.add(self.prompt_kind)
         learned = self._learn(busy)
         needs = self._needs(rate + self._backlog_rate(), learned)
+        # By these numbers fall and roles give workers away; what has piled up passes, so it is out.
         spare = self._needs(max(level, rate) * SPARE, learned)
         self._say_limit(rate)
         if self.seen.acts:
             self._adopt()
         else:
             self._follow()
+        # Held against who is here, not who is ordered: until they have come, others lend.
         short_since = {
             kind: self.memory.short_since.get(kind, self.now)
             for kind in self.targets
@@ -246,7 +250,9 @@ class _Look:
             return level, 0.0, level
         passed_s = self.now - memory.level_at
         before = max(0.0, memory.level + memory.slope * passed_s)
+        # By the time that passed: looks come late where an order takes long.
         level = before + (recent - before) * -math.expm1(-passed_s / LEVEL_S)
+        # A count of what comes by chance alone (Poisson) deviates by the root of its mean.
         expected = before * RECENT_SECONDS
         if recent * RECENT_SECONDS > expected + JUMP_SIGMAS * math.sqrt(max(1.0, expected)):
             self.jumped_at = self.now
@@ -297,6 +303,7 @@ class _Look:
             kind: it for kind, it in self.memory.learned.items() if self.now - it[1] < LEARNED_S
         }
         judged = self.seen.attainment
+        # What is judged ended within the last minute: all of it must have met the present workers.
         is_steady = all(
             self.memory.targets.get(kind) == num
             and self.now - max(self.ups.get(kind, -math.inf), self.downs.get(kind, -math.inf))
@@ -347,6 +354,7 @@ class _Look:
     def _adopt(self) -> None:
         """Somebody else has started workers: they are wanted."""
         for kind, num in self.present.items():
+            # After a fall, who is too many is one that has not left yet.
             has_fallen = self.now - self.downs.get(kind, -math.inf) <= self.rules.dwell_s
             if num > self.targets[kind] and not has_fallen:
                 self.targets[kind] = num
@@ -361,6 +369,7 @@ class _Look:
             kinds = [kind for kind, num in short.items() if num > 0]
             if not kinds:
                 return
+            # The order tells who gets the last one that is allowed: the shortest in proportion.
             kind = max(kinds, key=lambda it: needs[it] / max(1, self.targets[it]))
             fell_s = self.now - self.downs.get(kind, -math.inf)
             if fell_s < self.rules.dwell_s and kind not in overfull:
@@ -467,6 +476,7 @@ def answering(workers: Iterable[WorkerSeen]) -> tuple[StepFit, int]:
     steps."""
     own = [worker for worker in workers if worker.kind is not Kind.PREFILL]
     known = (worker.answer_steps for worker in own if worker.answer_steps.is_known)
+    # Two fits may change places with the batch: compared is one of 16 answers, 1,000 tokens each.
     slowest = max(known, key=lambda fit: fit.seconds(16, 16_000))
     return slowest, min(worker.capacity_tokens for worker in own)
 

@@ -131,6 +131,7 @@ class Side:
     def byte_s(self, source: Worker) -> Column:
         """Return seconds a byte from a worker to each of these, 0 where that is not known."""
         speeds, known = source.status.speeds, self._slow.get(source.incarnation)
+        # Never changed in place: the same dict has the same speeds.
         if known is None or known[0] is not speeds:
             column = np.array([speeds.get(it, 0.0) for it in self._workers], np.float64)
             column[column > 0.0] **= -1.0

@@ -173,6 +173,7 @@ def _replay(record: Mapping[str, Any]) -> Replay:
     by_name = {
         it["worker"]: worker for it, worker in zip(record["prefills"], prefills, strict=True)
     }
+    # Who stands on both sides is one worker, with one load.
     decodes = [by_name.get(it["worker"]) or _worker(it, bits) for it in record["decodes"]]
     layout = KvLayout(**record["layout"])
     for worker in decodes:

@@ -72,6 +72,7 @@ class Holdings(Mapping[int, Hit]):
 
     def expect(self, place: int, num_tokens: int, *, is_there: bool) -> None:
         """One will have so many more. is_there: they can be sent, if those before them can."""
+        # The index gives one column for both where nothing lies below a pool: now they differ.
         if self.in_pool is self.tokens:
             self.in_pool = self.tokens.copy()
         if is_there and self.in_pool[place] == self.tokens[place]:

@@ -63,6 +63,7 @@ class HotPrefixes:
             place = place + 1 if place < EVERY_GRANULE else 2 * place
 
     def _halve(self, now: float) -> None:
+        # Those that were due while nobody asked; after 60 nothing is left of any count.
         times = 1 << min(60, max(1, int((now - self._halved_at) / HALVED_S)))
         self._halved_at = now
         self._num_prompts /= times

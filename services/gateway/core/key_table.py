@@ -71,6 +71,7 @@ class KeyTable:
     def _rows_of(self, keys: Keys) -> Places:
         """Return the two rows of each key: by its lower half, and by its upper half."""
         rows = keys.view(np.uint32).reshape(-1, 2) & np.uint32(2 * self._base - 1)
+        # A row that is not there yet: its keys stand in the one that will be split for it.
         rows -= (rows >= self._num_rows) * np.uint32(self._base)
         return rows
 
@@ -130,6 +131,7 @@ class KeyTable:
         self._count -= len(gone)
         added = numbers != 0
         added[places] = False
+        # Out of the dict even if it stays in the table: put anew, it may find room in a row by now.
         if self._crowded:
             is_crowded = np.ones(len(keys), bool)
             is_crowded[places] = False
@@ -188,6 +190,8 @@ class KeyTable:
         """Give each of the new rows what belongs there, of the old row that had it until now."""
         keys, numbers = self._keys[old], self._numbers[old]
         low = np.uint64(self._base - 1)
+        # By which half of its hash a key is here; if by both, either may move it, since both are
+        # looked up.
         is_first = (keys & low) == np.arange(old.start, old.stop, dtype=np.uint64)[:, None]
         hashes = np.where(is_first, keys, keys >> np.uint64(32))
         moved = (hashes & np.uint64(self._base)) != 0

@@ -36,6 +36,7 @@ def waiting_share(num_workers: int, work: float) -> float:
     if work >= num_workers:
         return 1.0
     blocked = 1.0
+    # Erlang's B by its recursion, which needs no factorials; C follows from it.
     for num in range(1, num_workers + 1):
         blocked = work * blocked / (num + work * blocked)
     busy = work / num_workers
@@ -67,8 +68,11 @@ class PromptLoad(NamedTuple):
             return 0.0
         if self.work >= num_workers:
             return 1.0
+        # The formula is of whole workers: so many of them, as busy as the fraction would be.
         whole = max(1, math.floor(num_workers))
         share = waiting_share(whole, min(self.work * whole / num_workers, whole))
+        # The tail of M/M/c, longer by the mean of two squared variations: of the arrivals, 1 where
+        # they come by chance alone, and of the computing times.
         decay = 2.0 * (num_workers - self.work) / (self.mean_s * (1.0 + self.spread))
         late = sum(math.exp(-decay * (ttft_s - prompt_s)) for prompt_s in able)
         return share * late / len(able)
@@ -107,6 +111,7 @@ class AnswerLoad(NamedTuple):
     @property
     def slack(self) -> float:
         """Workers beyond ``work`` for the ups and downs of the number of answers."""
+        # The root of ``work * most`` answers, over ``most`` of each worker.
         return _SLACK * math.sqrt(self.work / self.most)
 
 
@@ -135,6 +140,7 @@ def _is_kept(load: PromptLoad, num_workers: float, limits: Limits) -> bool:
 
 
 def _least(at_least: float, is_enough: Callable[[int], bool]) -> int:
+    # A whole number that rounding has lifted a little needs no worker more.
     num = max(1, math.ceil(at_least - 1e-9))
     while num < MOST_WORKERS and not is_enough(num):
         num += 1

@@ -107,6 +107,7 @@ class Splitwise(InTurn):
         """Return the shortest queue of all twice. If nobody can do both, the pair stays apart and
         waits: a queue, however long, is no reason to refuse."""
         prefills = sides.prefills
+        # Who is its own partner is colocated, so it stands on both sides.
         both = [idx for idx, mask in enumerate(sides.partners) if mask & prefills[idx].bit]
         if both:
             prefill = self._least(scores.prefills, prefills, both)

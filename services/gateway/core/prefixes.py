@@ -101,6 +101,7 @@ class Prefixes:
         whether anybody is to be asked."""
         if self._workers.get(worker.incarnation) is worker:
             return False
+        # The entry that a rejoin has replaced, if there is one: this one tells everything anew.
         self.left(worker)
         computes_prompts = Role.PREFILL in worker.serves or worker.is_colocated
         if not (computes_prompts or self._of_everybody):
@@ -111,6 +112,7 @@ class Prefixes:
         if num < 2 and self.index is None:
             return False
         size = next((asked for most, asked in SIZES if num <= most), SIZES[-1][1])
+        # Only ever more sparsely: those that stay are not asked again because others have left.
         everybody = self.index is None or size.interval_s > self._asked.interval_s
         if self.index is None:
             from services.gateway.core.prefix_index import PrefixIndex
@@ -173,6 +175,7 @@ class Prefixes:
             return found.popitem()[1]
         from services.gateway.core.holdings import Holdings
 
+        # Who tells of finer granules is found by coarser ones, too, but with less: each by its own.
         return Holdings.of(
             {
                 place: hit

@@ -28,6 +28,7 @@ _MASK = (1 << 64) - 1
 def affinity_of(column: bytes, salt: bytes) -> int:
     """Return the key of a prompt, whose tokens are a little-endian u32 column; other tenants' salts
     have other keys, as in the prefix cache."""
+    # BLAKE2b takes a key of at most 64 bytes.
     digest = blake2b(column[: 4 * KEY_TOKENS], digest_size=8, key=salt[:64]).digest()
     return int.from_bytes(digest, "little")
 

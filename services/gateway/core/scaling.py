@@ -182,6 +182,7 @@ def is_first(own: Incarnation, workers: Iterable[Worker]) -> bool:
     """Whether this gateway decides for all: no worker knows one with a lower incarnation. Nobody is
     elected; where workers disagree, because they have just joined, nobody decides."""
     firsts = [worker.status.first_gateway for worker in workers]
+    # 0 = it does not say (``WorkerStatus``).
     return all(not first or first >= own for first in firsts)
 
 

@@ -127,6 +127,7 @@ class TrafficMeter:
             self._second(now)["num_refused"] += 1
         if not is_whole or ttft_s is None or steps is None or not steps.is_known:
             return
+        # The last token is computed even if its KV is cached: token 1 comes out of it.
         start = min(num_cached, num_prompt - 1)
         prompt_s = steps.prompt_seconds(start, num_prompt, step_tokens)
         self._prompts.add(prompt_s)
@@ -147,6 +148,7 @@ class TrafficMeter:
     def taken(self, now: float, orders: Mapping[Incarnation, int]) -> None:
         """So many prompts has each worker taken from all gateways since it began."""
         self._taken.append((now, dict(orders)))
+        # The oldest stays until the next is old enough: the two ends are ``SECONDS`` apart or more.
         while len(self._taken) > 1 and self._taken[1][0] <= now - SECONDS:
             self._taken.popleft()
 
@@ -186,6 +188,7 @@ class TrafficMeter:
         taken = sum(
             max(0, num - before[worker]) for worker, num in after.items() if worker in before
         )
+        # What was sent, not what was asked: workers count each attempt, too.
         own = self._count("num_sent", now, max(1, round(now - since)))
         if not own:
             return None if taken else 1.0

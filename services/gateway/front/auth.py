@@ -105,6 +105,7 @@ class KeyRing:
         quotas = {key.name: key.quota for key in self._keys}
         for key in found:
             if (old := quotas.get(key.name)) is not None:
+                # Calls in progress hold the old quota: it stays, with all that they have taken.
                 old.limits = key.quota.limits
         self._keys = tuple(
             dataclasses.replace(key, quota=quotas.get(key.name, key.quota)) for key in found
@@ -218,6 +219,7 @@ def tenant_salt(key: ApiKey, client_salt: bytes, salt_key: bytes) -> bytes:
     whose it is. The same for every gateway of a mesh: their tenants share its caches."""
     if not (key.cache_salt or client_salt):
         return b""
+    # Its length is in it, or another split of the same bytes would be the same tenant.
     told = len(key.cache_salt).to_bytes(4, "little") + key.cache_salt + client_salt
     return hmac.digest(salt_key, told, "sha256")
 

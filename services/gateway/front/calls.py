@@ -101,6 +101,7 @@ def recorded(
                 prompt_tokens=None if usage is None else usage.prompt_tokens,
                 completion_tokens=None if usage is None else usage.completion_tokens,
                 receipts=[] if call.answers is None else call.answers.receipts(),
+                # Of a ``traceparent``: two digits of a version, a dash, then the id.
                 trace_id=span.context[3:35] or None,
             )
 

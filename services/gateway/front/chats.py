@@ -138,6 +138,7 @@ class Teller:
             if end in self._tail:
                 return
             self._num_first += 1
+            # The mark may come in several tokens: what could be its beginning is kept.
             self._tail = self._tail[-len(end) :] + self._text.piece(token_id).text
 
 

@@ -171,6 +171,7 @@ class FrontDoor:
         """
         key = self.keys.check(authorization)
         key.require(right)
+        # ``NOBODY``: without keys there are no limits to count against.
         if key is caller.key:
             return caller
         hold = key.quota.take(asyncio.get_running_loop().time()) if is_metered else None
@@ -268,6 +269,7 @@ class FrontDoor:
         if len(prompts) > 1:
             num = len(prompts) * form.num_choices
             limits.checked_count(num, limits.MAX_ANSWERS, param="n", what="answers in all")
+        # The first was counted with the call itself (``authenticate``).
         num_more = len(prompts) * form.num_choices - 1
         if num_more and caller.hold is not None:
             caller.hold.add(asyncio.get_running_loop().time(), num_more)
@@ -278,6 +280,7 @@ class FrontDoor:
         asked = limits.checked_asked(form.asked, caller.asked, tenant=caller.key.name)
         salt = tenant_salt(caller.key, form.cache_salt, self._salt_key)
         if form.is_echo_only:
+            # A step needs one (``Choice``).
             form = replace(form, sampling=replace(form.sampling, max_tokens=1))
         bad_words = self.text.bad_words(limits.checked_bad_words(form.sampling.bad_words))
         longest = model.max_model_len - (form.sampling.max_tokens or form.default_max_tokens or 1)

@@ -143,6 +143,7 @@ class AnswerMetrics(AnswerWatcher):
         self._attempts.add(receipt.attempts)
         for tier, num_tokens in receipt.cached_by_tier.items():
             self._cached_by_tier.add(num_tokens, tier)
+        # What failed beyond those was followed by no attempt: it ended the answer.
         for reason in receipt.errors[: max(0, receipt.attempts - 1)]:
             self._reroutes.add(1, reason)
         if receipt.ttft_s is not None:

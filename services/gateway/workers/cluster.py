@@ -77,6 +77,7 @@ class MeshWatcher(AnswerWatcher):
             self._window.read(now, worker, prompt)
         self._members.learn(
             EndedAnswer(
+                # '' = it was never sent to anybody.
                 prefill=Incarnation(int(receipt.prefill or "0", 16)),
                 decode=Incarnation(int(receipt.decode or "0", 16)),
                 is_whole=not error,

@@ -57,6 +57,7 @@ class Delivery:
 
     def deliver(self, recipient: Recipient) -> None:
         """Deliver an answer now, because it is over."""
+        # It stays in the queue: ``_run`` passes over what is not due any more.
         if recipient.is_due:
             now = asyncio.get_running_loop().time()
             self._tell(now, {recipient.deliver(now): 1})

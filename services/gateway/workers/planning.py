@@ -83,6 +83,7 @@ class Planner(AnswerWatcher):
     async def _look(self, tell: Tell) -> None:
         members, now = self._members, asyncio.get_running_loop().time()
         workers = members.table.workers
+        # Before ``traffic``, which learns from it how much comes to other gateways.
         self.traffic.taken(now, {it.incarnation: it.status.num_taken for it in workers})
         self.acts = is_first(members.incarnation, workers)
         seen = MeshSeen(
@@ -151,6 +152,7 @@ class Planner(AnswerWatcher):
         return {
             "wanted": {kind.value: num for kind, num in decision.wanted.items()},
             "present": {kind.value: num for kind, num in decision.memory.present.items()},
+            # Whoever hears of it runs all its workers on one machine, so a port names one.
             "drain": [worker.port for worker in gone],
         }
 
@@ -192,6 +194,7 @@ class Planner(AnswerWatcher):
 
 
 def _service(kind: Kind) -> str:
+    # A colocated worker is a decode worker with ``--colocated``: no service is called so.
     return "decode" if kind is Kind.COLOCATED else kind.value
 
 

@@ -130,6 +130,7 @@ class Timeline:
         if self._marks.first_token_at is None:
             self._marks.last_dispatched_at = now
             expected = decision.prediction
+            # From arrival on, as the real one: what it has waited until now is in both.
             self._predicted_ttft_s = expected and now - self._marks.arrived_at + expected.ttft_s
             self._predicted_cached_tokens = decision.num_cached
         self._decision, self._has_decode = decision, has_decode
@@ -247,6 +248,7 @@ class Timeline:
             self._errors.append(error.type)
         reason = error.type if error is not None else CANCELLED if self._is_abandoned else ""
         self._reason = reason
+        # No attempt was under way, so none has a span that tells why it ended.
         if reason and self._marks.admitted_at is not None and self._attempt is NO_SPAN:
             self._span.phase("route", self._waiting_since, error=reason)
         self._attempt.end(error=reason)
