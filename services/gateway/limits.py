@@ -228,6 +228,7 @@ def truncated(
         return token_ids
     if keep != -1:
         keep = checked_int(keep, 1, INTEGERS["max_tokens"][1], param="truncate_prompt_tokens")
+    # One at least, for ``[-0:]`` would be all of them.
     keep = max(longest, 1) if keep == -1 else keep
     return token_ids[:keep] if side == "right" else token_ids[-keep:]
 

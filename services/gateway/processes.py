@@ -136,6 +136,7 @@ class _Child:
         async with child_process("services.gateway", self._environment()) as (process, words):
             self._process = process
             if self._is_stopping:
+                # ``stop`` came while it was being started, when there was no process to tell.
                 process.terminate()
             async for told in words:
                 if "error" in told:

@@ -251,6 +251,7 @@ class Connection(BaseProtocol):
                 self._requests.message_consumed()
                 if self._buffer_paused and len(self._waiting) <= MAX_PIPELINED // 2:
                     self._read_on()
+                # If what follows is no HTTP, that is told in a response of its own (``_complain``).
                 is_over = self._is_over and not self._is_broken and not self._waiting
                 request.is_last |= is_over or self._listener.is_closing
                 response = await self._listener.handler(request)

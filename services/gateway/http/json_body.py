@@ -67,6 +67,7 @@ def parse_body(data: bytes, decoder: msgspec.json.Decoder[Body]) -> Body:
     try:
         data.decode("utf-8")
         body = decoder.decode(data)
+        # After the decoder, which has bounds of its own: brackets are counted in valid JSON alone.
         _check_depth(data)
     except UnicodeDecodeError as error:
         raise InvalidRequest(
@@ -96,6 +97,7 @@ def _check_depth(data: bytes) -> None:
     C."""
     if data.count(b"[") + data.count(b"{") <= MAX_JSON_DEPTH:
         return
+    # In this order: behind an escaped backslash a quote ends its string.
     unescaped = data.replace(rb"\\", b"").replace(rb"\"", b"")
     outside = b"".join(unescaped.split(b'"')[::2])  # of strings
     brackets = outside.translate(_ALL_SQUARE, _NOT_BRACKETS)

@@ -36,6 +36,7 @@ def head_of(status: int, headers: Mapping[str, str]) -> bytes:
     """Return status line and headers. Raises ValueError: a header holds a line's end."""
     lines = [f"{name}: {value}\r\n" for name, value in headers.items()]
     text = "".join([_STATUS_LINES[status], *lines, _date_line(), "\r\n"])
+    # The status line, the date and the empty line end, too.
     if text.count("\n") != len(lines) + 3 or text.count("\r") != len(lines) + 3:
         raise ValueError("a header holds a line's end")
     return text.encode("utf-8", "surrogateescape")

@@ -255,6 +255,7 @@ class CompletionBody(SamplingBody, kw_only=True):
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
+        # Before the count: so many are one prompt's ids, and no prompts.
         if prompt and isinstance(prompt[0], int):
             ids = [item for item in prompt if isinstance(item, int)]
             if len(ids) == len(prompt):

@@ -207,6 +207,7 @@ class Routes:
         except Exception as failure:
             error = typed(failure, call)
         else:
+            # A stream that broke has its error's type already: its 200 was on the way.
             if call.outcome == "cancelled":
                 call.outcome = "ok"
             return response

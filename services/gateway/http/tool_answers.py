@@ -46,6 +46,7 @@ class ToolChatFormat(ChatFormat):
         logprobs = None
         if self._has_logprobs and delta.tokens:
             logprobs = self._logprobs(delta)
+            # Also of tokens that show nothing yet; once, for they are of the whole delta.
             deltas = deltas or [bodies.DeltaBody()]
         for new in deltas:
             events += self._event(bodies.ChatChunkChoice(choice, new, logprobs, None), counts)

@@ -76,6 +76,7 @@ class ByteDetokenizer:
     def step(self, token_id: int) -> str:
         """Return the text that this token completes, often ''."""
         text = self._whole[token_id]
+        # One without text, as a special one that is left out, does not end what is unfinished.
         if text == "" or (text is not None and not self._unfinished):
             return text
         self._unfinished.append(token_id)

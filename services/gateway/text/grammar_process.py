@@ -73,6 +73,7 @@ class GrammarProcess:
         finally:
             with self._lock:
                 self._is_checking = False
+            # Killed perhaps after its verdict: the next check must not write to it.
             if self._is_given_up:
                 self._end()
 

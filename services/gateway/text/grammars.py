@@ -140,6 +140,7 @@ class Grammars:
         if self._check is not None:
             return self._checked(structure, self._check)
         key = structure.digest
+        # Out, and in again below: forgotten is what was asked for longest ago.
         grammar = self._good.pop(key, None)
         if grammar is None:
             try:
@@ -212,6 +213,7 @@ class _Queue:
             try:
                 return await asyncio.wrap_future(running)
             except asyncio.CancelledError:
+                # One that waits yet is cancelled with its future.
                 if self._gives_up and running.running():
                     self._process.give_up()
                 raise

@@ -56,6 +56,7 @@ def schema_fault(schema: Any) -> SchemaFault | None:
     """Return why no answer can end that matches this schema, None = nothing is known."""
     if not isinstance(schema, dict | bool):
         return SchemaFault("", "must be a JSON schema: an object, or true")
+    # First, since all that follows goes down by recursion.
     if _depth(schema) > MAX_DEPTH:
         return SchemaFault("", f"must be nested at most {MAX_DEPTH} levels deep")
     for place, value in _values(schema, ""):

@@ -209,6 +209,7 @@ class HermesParser(ToolParser):
                     self._held = ""
                 elif is_over:
                     self._held = self.BEGIN + self._held
+                    # What is no call, ``finish`` tells as text.
                     yield from self._unfinished()
                 return
             inner, self._held = self._held[:end], self._held[end + len(self.END) :]

@@ -61,6 +61,7 @@ class XmlParser(ToolParser):
         while self._held:
             if self._is_after_call:  # spaces between calls are no text
                 self._held = self._held.lstrip()
+                # Arguments may close by a mark of their own: the call's follows, or is left out.
                 if self._held.startswith(self.END):
                     self._held = self._held.removeprefix(self.END)
                     continue
@@ -137,6 +138,7 @@ class QwenCoderParser(XmlParser):
 
     BEGINS = ("<tool_call>", "<function=")
     HEAD = re.compile(r"(?:<tool_call>\s*)?<function=([^<>\s]+)>")
+    # A line end after it is not the value's, so it is no key before one more character is here.
     KEY = re.compile(r"<parameter=([^<>]+)>(?:\n|(?=[^\n]))")
     ENDS = ("</parameter>", "<parameter=", "</function>", "</tool_call>")
     CLOSES = ("</function>", "</tool_call>")
