@@ -64,6 +64,7 @@ def run_gateways(config: GatewayConfig) -> int:
         codes.extend(child.exit_code for child in children)
         return True
 
+    # A child is cut at that time itself: this limit must not come first.
     code = run_service("gateway", main, drain_s=config.drain_s + GRACE_S)
     return code or max(codes, default=0)
 

@@ -72,8 +72,8 @@ SPARE = 1.1
 """A worker goes if the others could do so much more."""
 
 JUMP_SIGMAS = 4.5
-"""By so many deviations of a count more requests than expected are no chance: that would come once
-in some 30,000 looks at an even load."""
+"""So many deviations above the expected count are no chance: at an even load one of some 30,000
+looks would show them."""
 
 LEVEL_S, SLOPE_S = 180.0, 900.0
 """Time constants of the rate and of its slope (Holt's linear smoothing, 1957: the steady state of a
@@ -185,7 +185,7 @@ class _Look:
             overfull.add(self.prompt_kind)
         learned = self._learn(busy)
         needs = self._needs(rate + self._backlog_rate(), learned)
-        # By these numbers fall and roles give workers away; what has piled up passes, so it is out.
+        # For falling, and for giving workers away: what has piled up passes, and is left out.
         spare = self._needs(max(level, rate) * SPARE, learned)
         self._say_limit(rate)
         if self.seen.acts:

@@ -175,6 +175,7 @@ def _replay(record: Mapping[str, Any]) -> Replay:
     }
     # Who stands on both sides is one worker, with one load.
     decodes = [by_name.get(it["worker"]) or _worker(it, bits) for it in record["decodes"]]
+    # Of decode workers alone: by it go the bytes of a hand-over; no policy here reads others'.
     layout = KvLayout(**record["layout"])
     for worker in decodes:
         worker.layout = layout

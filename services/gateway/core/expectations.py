@@ -138,6 +138,7 @@ class Expectations:
             prefill_s=status.prompt_s(num_tokens, num_cached),
             handover_s=self.handover_s(is_colocated=is_colocated),
             transfer_s=transfer_s,
+            # Both go on beside the wait (``PromptTerms``): what is longer than that is waited for.
             fetch_s=max(0.0, fetch_s - queue_s - own_s),
             load_s=max(0.0, load_s - queue_s - own_s),
             num_output_tokens=length,

@@ -1,6 +1,6 @@
-"""What workers have of one prompt's beginning, as columns by their places: an eighth of a thousand
-workers are found, compared and recorded at the cost of a few. Pure; numpy is imported with this
-file."""
+"""What workers have of one prompt's beginning, as columns by their places: where 125 of 1,000 have
+some of it, they are found, compared and recorded at the cost of a few. Pure; numpy is imported with
+this file."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ HALVED_S = 60.0
 MOST_PREFIXES = 1 << 12
 
 EVERY_GRANULE = 16
-"""So many granules of a prompt are counted each; after them every doubling."""
+"""Of a prompt's granules each is counted up to this one, then those at each doubling of it."""
 
 SAME_SHARE = 0.9
 """A prefix is not told where a longer one has this share of its prompts."""
@@ -63,7 +63,7 @@ class HotPrefixes:
             place = place + 1 if place < EVERY_GRANULE else 2 * place
 
     def _halve(self, now: float) -> None:
-        # Those that were due while nobody asked; after 60 nothing is left of any count.
+        # As often as was due since, for nobody may have asked; 60 times leave nothing of any count.
         times = 1 << min(60, max(1, int((now - self._halved_at) / HALVED_S)))
         self._halved_at = now
         self._num_prompts /= times

@@ -32,7 +32,8 @@ LOAD = 0.6
 FIRST_ROWS = 64
 
 MOST_CROWDED = 64
-"""Keys in the dict, and one in 512: of more, those whose rows have split are put there."""
+"""Keys that the dict may have, and one more for each 512 of the table; beyond that all are put
+anew as rows split."""
 
 
 class KeyTable:

@@ -19,7 +19,7 @@ from shared.predict.step_time import StepFit
 MOST_WORKERS = 1024
 
 _SLACK = 1.0
-"""Roots of the number of answers, above it."""
+"""Room for answers beyond their mean number, in roots of that."""
 
 
 class Limits(NamedTuple):
@@ -61,8 +61,8 @@ class PromptLoad(NamedTuple):
         return cls(rate * mean_s, mean_s, spread, traffic.prompts_s)
 
     def late_share(self, num_workers: float, ttft_s: float) -> float:
-        """Return which share of those prompts that could be in time would not. num_workers: may be
-        a fraction of the last one."""
+        """Return which share of those prompts that could be in time would not. num_workers: the
+        last may be a part of one."""
         able = [prompt_s for prompt_s in self.prompts_s if prompt_s <= ttft_s]
         if not able or not self.work:
             return 0.0

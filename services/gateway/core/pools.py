@@ -151,6 +151,7 @@ def _is_long(worker: Worker, request: RouteRequest) -> bool:
 def _has_room(worker: Worker, request: RouteRequest) -> bool:
     """Whether prompt and answer fit beside what is reserved."""
     num_blocks = worker.blocks_for(request.num_tokens + request.max_new_tokens)
+    # Strictly less, as a test has it that writes Splitwise's simulator out once more.
     return worker.reserved_blocks + num_blocks < worker.num_blocks
 
 

@@ -155,8 +155,8 @@ class Prefixes:
     # --- one prompt ------------------------------------------------------------------------------
 
     def cached(self, prompt: HashedPrompt, now: float) -> Holdings | None:
-        """Return what each worker has of a prompt. None: with one worker there is no choice, a
-        prompt shorter than a granule is told of by nobody; so nobody looks."""
+        """Return what each worker has of a prompt. None = nobody looks: one worker is no choice,
+        and of a prompt shorter than a granule no worker tells."""
         found = self.found(prompt, now)
         if found is not None:
             finest = min(self._strides)

@@ -199,6 +199,7 @@ class Sides:
             own = Columns()
 
             def of_these() -> Columns:
+                # Nobody tells who has changed, as a table does: all are written at each look.
                 own.update((*self.prefills, *self.decodes))
                 return own
 
@@ -242,6 +243,7 @@ class Sides:
         worker is two."""
         bad = sum(worker.bit for worker in self.decodes if worker.incarnation in avoid)
         prefills = [
+            # One to be avoided is one already: only partners that are not stay with it.
             (worker, mask if most > (worker.incarnation in avoid) else mask & ~bad)
             for worker, mask in zip(self.prefills, self.partners, strict=True)
             if most or worker.incarnation not in avoid

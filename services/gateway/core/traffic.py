@@ -36,9 +36,9 @@ class Traffic(NamedTuple):
     """What is asked, of all gateways together.
 
     arrivals_s, recent_s: requests a second, over ``SECONDS`` and over ``RECENT_SECONDS``.
-    prompts_s: computing times of prompts, alone on an idle worker, ascending; each stands for as
-    many. prompt_s, prompt_square_s: mean of those times, and of their squares. prompt_tokens,
-    output_tokens: means.
+    prompts_s: computing times of prompts, alone on an idle worker, ascending; each stands for the
+    same share of them. prompt_s, prompt_square_s: mean of those times, and of their squares.
+    prompt_tokens, output_tokens: means.
     """
 
     arrivals_s: float

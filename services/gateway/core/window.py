@@ -64,6 +64,7 @@ class Histogram:
         for number in sorted(self._bins):
             rank -= self._bins[number]
             if rank <= 0:
+                # The middle of its bin; in the first is all that is less, too.
                 return _LEAST * _BIN_WIDTH ** (number + 0.5) if number else _LEAST
         return 0.0
 

@@ -29,6 +29,7 @@ _REMARKS = frozenset({"title", "description", "$comment", "default", "examples"}
 _BOUNDS = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}
 """With the sign of the numbers that a bound far out leaves."""
 _MAX_EXACT = 2**53
+# The largest double below 2**63.
 _MAX_BOUND = 2**63 - 2**10
 """The library takes numbers for doubles, and those of integers' bounds for 64 bits then."""
 

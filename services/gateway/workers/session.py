@@ -294,6 +294,7 @@ class RequestShell:
                     self._send(effect)
                 case End():
                     self._end, self._search = effect, None
+                    # First what has arrived: with the end the receipt is made, which counts it.
                     self._delivery.deliver(self)
                     self.timeline.ended(effect.error, self.lifecycle.finish_reason)
                     self._wake.set()

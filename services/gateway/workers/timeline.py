@@ -208,8 +208,9 @@ class Timeline:
     def emitted(self, now: float, num_tokens: int) -> tuple[float, int]:
         """Tokens, at least one, were handed to the client's side.
 
-        Returns (when the one before was, how many followed it), of the first token (now, all but
-        that one). Who calls tells the watchers: of many answers at once (``delivery.py``).
+        Returns when the token before them was handed on, and how many they are; if the first one is
+        among them: now, and how many others. The caller tells the watchers of these, for many
+        answers at once (``delivery.py``).
         """
         if is_debugging():
             index = self._output_tokens
