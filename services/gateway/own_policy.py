@@ -22,6 +22,7 @@ def load_policy(name: str) -> None:
     if not _is_policy(found):
         kind = f"{RoutingPolicy.__module__}.RoutingPolicy"
         raise InvalidRequest(f"--policy {name} is no {kind} with its own choose", param="policy")
+    # A subclass, so that their own class keeps its name.
     POLICIES[name] = type(found.__name__, (found,), {"name": name, "__module__": found.__module__})
 
 

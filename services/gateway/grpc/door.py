@@ -168,6 +168,7 @@ class Inference:
         caller = call.caller
         call.caller = replace(
             caller,
+            # Over HTTP a wrong one is passed over (``label_or_none``): no proxy sets this one.
             label=limits.checked_label(label, param="request_label"),
             deadline_at=caller.deadline_at if deadline_at is None else deadline_at,
         )

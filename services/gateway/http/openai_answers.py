@@ -99,6 +99,7 @@ class AnswerFormat:
             self._begun.add(choice)
             if (first := self._first(delta)) is not None:
                 events = self._event(first, counts)
+            # With counts or logprobs in them no two chunks are alike.
             if counts is None and not self._has_logprobs:
                 self._cut(choice)
         if delta.finish_reason or (self._has_logprobs and delta.tokens):
@@ -322,4 +323,5 @@ def _receipts(receipts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _number(logprob: float) -> float | None:
+    # Not a number: of a prompt's first token, which nothing stands before (``TextDelta``).
     return None if math.isnan(logprob) else max(logprob, _LOWEST_LOGPROB)

@@ -89,6 +89,7 @@ class GrammarProcess:
         assert child.stdout is not None
         try:
             _send(child.stdin, msgspec.json.encode((self._limit_s, grammar)))
+            # One line each way: nothing is left in our own buffer, which ``select`` does not see.
             if not select.select([child.stdout], [], [], self._give_up_s)[0]:
                 self._end()
                 return TOO_SLOW
@@ -143,6 +144,7 @@ def verdict_of(grammar: str, tokenizer: object) -> Verdict:
             return Verdict("no text matches it")
     if state.is_error():
         return Verdict(_sentence(state.get_error()))
+    # A fork's timer comes first: this is for tests, which check in place.
     if time.process_time() - began_at > MAX_COMPILE_S:
         return TOO_SLOW
     return Verdict("")

@@ -65,6 +65,7 @@ class Planner(AnswerWatcher):
         self._rules = Rules(limits, config.max_workers, config.planner_dwell_s)
         self._members = members
         self._overload = overload
+        # As they are configured: only what an order has switched on does an order switch off.
         self._refuses = overload.mode is not OverloadMode.OFF
         self._borrows = members.router.policy.moves_roles
         self._memory = Memory()
@@ -200,4 +201,5 @@ def _service(kind: Kind) -> str:
 
 def _key(order: Order) -> object:
     """The same for an order that comes again."""
+    # A reason has figures in it, which are others at each look.
     return order._replace(reason="")
