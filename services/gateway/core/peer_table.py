@@ -82,9 +82,11 @@ class PeerTable:
         if old is not None:
             worker.take_over(old)
         else:
+            # The lowest place that is free: masks and columns stay about as wide as the mesh.
             worker.bit = 1 << next(place for place in count() if place not in self._at)
             self._changed[worker.bit] = worker
             for other in self.serving(Role.PREFILL):
+                # Their reports may have named it before it was here.
                 if worker.incarnation in other.status.paired:
                     other.partners |= worker.bit
         self._workers[worker.incarnation] = self._at[worker.place] = worker

@@ -302,6 +302,7 @@ class Connection(BaseProtocol):
     def head(self, request: HttpRequest, status: int, headers: Mapping[str, str]) -> bytes:
         """Return the head of a response, with what its connection and its origin ask for."""
         whole = dict(headers)
+        # After an answer to what has not all arrived the connection is closed (``_linger``).
         if not request.has_arrived or "Connection" in whole:
             request.is_last = True
         if request.is_last:

@@ -101,6 +101,7 @@ class Membership:
                 try:
                     yield self
                 finally:
+                    # A session runs until it is cancelled: the group would wait for it.
                     for worker in self.table.workers:
                         self.leave(worker, "the gateway stops")
 
