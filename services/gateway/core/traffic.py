@@ -202,6 +202,9 @@ class TrafficMeter:
         number = int(now)
         if not self._seconds or self._seconds[-1][0] != number:
             self._seconds.append((number, Counter()))
-            while self._seconds[0][0] <= number - SECONDS - 1:
+            # What was sent is held against ``taken``, whose two ends may be farther apart.
+            first_look = int(self._taken[0][0]) if self._taken else number
+            oldest = min(number - SECONDS, first_look)
+            while self._seconds[0][0] < oldest:
                 self._seconds.popleft()
         return self._seconds[-1][1]

@@ -57,6 +57,20 @@ def test_rates_and_lengths() -> None:
     assert set(asked.prompts_s) == {0.2}
 
 
+def test_one_gateway_sends_all_however_late_it_looks() -> None:
+    """Looks that wait for an order are farther apart: what was sent is counted between the same
+    two as what workers took."""
+    made = meter()
+    for tick in range(200):
+        made.asked(tick * 1.0)
+        made.sent(tick * 1.0)
+        if tick % 19 == 0:
+            made.taken(tick + 0.5, {WORKER: tick + 1})
+    asked = made.traffic(199.5)
+    assert asked is not None
+    assert asked.arrivals_s == pytest.approx(1.0)
+
+
 def test_what_other_gateways_send_is_counted_by_the_workers() -> None:
     """Three times as much was taken as this one has sent."""
     made = meter()
