@@ -100,7 +100,8 @@ class Queues:
         """Raise InvariantViolated unless every sequence is in one place and holds the blocks its KV
         needs, and those that compute prompts are the running ones that do not decode."""
         prompts = [seq for seq in self.running if not (seq.is_decoding or seq.is_over)]
-        if [seq for seq in self.computing if not seq.is_over] != prompts:
+        # One whose last token alone was not cached decodes at once: it leaves at the next commit.
+        if [seq for seq in self.computing if not (seq.is_decoding or seq.is_over)] != prompts:
             raise InvariantViolated("what computes prompts is not what runs and does not decode")
         places = ((SequenceState.WAITING, self.waiting), (SequenceState.RUNNING, self.running))
         for state, queue in places:

@@ -78,8 +78,7 @@ class Scheduler:
     def add_prefill(self, sequence: Sequence) -> None:
         """Queue a prompt of which only the next token is wanted; its KV goes elsewhere.
 
-        After that token (``NewToken``) it keeps its blocks until ``release``; it is never
-        preempted.
+        After that token (``NewToken``) it keeps its blocks until ``release``, never preempted.
         Raises NoCapacity: it does not fit into the whole pool.
         """
         self._enqueue(sequence, sequence.num_tokens)
@@ -95,8 +94,7 @@ class Scheduler:
         self._pool.publish(
             sequence.table, sequence.chain, sequence.tokens, sequence.num_computed_tokens
         )
-        # At the end: it is the newest.
-        self._queues.running.append(sequence)
+        self._queues.running.append(sequence)  # at the end: it is the newest
 
     def _enqueue(self, sequence: Sequence, num_needed: int) -> None:
         if self._pool.num_blocks_for(num_needed) > self._pool.num_blocks:
@@ -279,11 +277,15 @@ class Scheduler:
             if victim is sequence:
                 # Nobody is newer: wait. Older ones may still take its room, so it blocks nobody.
                 return False
-            self._preempt(victim)
-            draft.preempted.append(victim)
+            if self._pool.num_blocks_for(victim.num_tokens) > self._pool.num_blocks:
+                self._fail_for_room(
+                    victim, draft
+                )  # it fits nowhere: put back, it would block the queue
+            else:
+                self._preempt(victim, draft)
         return True
 
-    def _preempt(self, victim: Sequence) -> None:
+    def _preempt(self, victim: Sequence, draft: Draft) -> None:
         assert victim.table is not None
         self._pool.release(victim.table)
         victim.table = None
@@ -292,6 +294,7 @@ class Scheduler:
         victim.num_preemptions += 1
         victim.num_computed_tokens = 0
         victim.prompt_logprobs.clear()
+        draft.preempted.append(victim)
         self._queues.put_back(victim)
 
     def _fail_for_room(self, sequence: Sequence, draft: Draft) -> None:

@@ -289,13 +289,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         while self.plan is not None:
             self.end()
         for _ in range(3000):
+            num_failed = len(self.failed)
             self.begin()
-            for sequence in self.sequences:
-                if sequence.state is SequenceState.HELD:
-                    self.worker.scheduler.release(sequence)
+            held = [seq for seq in self.sequences if seq.state is SequenceState.HELD]
+            for sequence in held:
+                self.worker.scheduler.release(sequence)
             if self.plan is None:
-                if not self.worker.scheduler.unfinished:
-                    break
+                if not held and len(self.failed) == num_failed:
+                    break  # nothing moves any more
                 continue
             self.look_ahead()
             self.end()

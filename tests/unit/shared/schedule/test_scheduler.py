@@ -447,6 +447,27 @@ def test_the_newest_gives_way_and_later_goes_on_exactly() -> None:
         assert [t.index for t in tokens if t.sequence is sequence] == list(range(1, 12))
 
 
+def test_what_is_recomputed_may_be_cached_but_for_its_last_token() -> None:
+    """It gave way to one with the same text: let in again it has one token to compute."""
+    worker = Worker(num_blocks=7, block_size=3)
+    older, newer = (
+        a_sequence(13, max_tokens=5 + is_older, ignore_eos=True, temperature=0.0)
+        for is_older in (4, 0)
+    )
+    worker.scheduler.add(older)
+    worker.step()
+    worker.scheduler.add(newer)
+    plan = worker.scheduler.plan()
+    while newer not in plan.admitted or not newer.num_preemptions:
+        worker.scheduler.commit(plan, worker.engine.step(plan.rows))
+        plan = worker.scheduler.plan()
+    assert spans(plan)[-1] == (newer.num_tokens - 1, newer.num_tokens)
+    worker.scheduler.check_integrity()
+    worker.scheduler.commit(plan, worker.engine.step(plan.rows))
+    worker.run()
+    assert answer_of(newer) == answer_of(older)[:5]
+
+
 def test_preemption_is_bounded() -> None:
     """One that gave way often enough runs again only when nobody can make it give way."""
     worker = Worker(num_blocks=7, max_preemptions=1, cache_prefixes=False)
@@ -509,6 +530,27 @@ def test_an_answer_that_outgrows_the_whole_pool_fails() -> None:
     assert failure.sequence is sequence
     assert isinstance(failure.error, NoBlocks)
     assert sequence.num_tokens == 13  # KV of 12 tokens fits
+    assert worker.pool.num_held == 0
+
+
+def test_who_gives_way_and_fits_nowhere_any_more_fails_at_once() -> None:
+    """Put back it would wait for ever, and all who came later behind it."""
+    donor, worker = Worker(), Worker(num_blocks=3)
+    older, newer = (a_sequence(size, max_tokens=4, ignore_eos=True) for size in (8, 12))
+    later = a_sequence(5, max_tokens=2, ignore_eos=True)
+    for sequence in (older, newer):
+        donor.scheduler.add_prefill(sequence)
+    donor.run()
+    worker.scheduler.add_ready(older := handed_over(older, donor, worker))
+    # Two of its three blocks are those of the older one.
+    worker.scheduler.add_ready(newer := handed_over(newer, donor, worker))
+    worker.scheduler.add(later)
+    plan = worker.scheduler.plan()
+    assert [failure.sequence for failure in plan.failed] == [newer]
+    assert list(plan.sequences) == [older]
+    worker.scheduler.commit(plan, worker.engine.step(plan.rows))
+    worker.run()
+    assert later.state is older.state is SequenceState.FINISHED
     assert worker.pool.num_held == 0
 
 
