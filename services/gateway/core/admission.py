@@ -219,7 +219,7 @@ class Admission:
         request = self._running.pop(key, None)
         if request is not None:
             self._num_of_tenant[request.terms.tenant] -= 1
-            if not request.was_sent and not request.has_begun:  # no pair was found for it
+            if not request.was_sent:  # no pair was found for it
                 self._queue.charge(request.terms.tenant, prompt_tokens=-request.num_tokens)
             self._overload.ended(key, now)
             if self._queue:

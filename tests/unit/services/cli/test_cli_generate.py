@@ -3,10 +3,7 @@ command."""
 
 from __future__ import annotations
 
-import asyncio
 import io
-import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,10 +15,9 @@ from rich.console import Console
 from services.cli.client import Access, GatewayRefused, RunningGateway
 from services.cli.flags import CannotRun
 from services.cli.generate import Answer, print_piece, stream_answer
-from services.cli.interrupts import Interrupts
 from services.cli.receipt import receipt_table
 from services.gateway.front.auth import KeyRing, hash_key
-from shared.errors import InvalidRequest, ModelError, WorkerLost
+from shared.errors import InvalidRequest, WorkerLost
 from shared.telemetry.lifetime import Receipt
 from tests.support.scripted_mesh import ScriptedMesh, failing_after, http_gateway, saying
 
@@ -167,40 +163,3 @@ def test_a_receipt_is_a_table_whose_phases_have_names() -> None:
     assert "= all 100.0 ms 126 tokens in (0 cached), 9 out" in lines
     assert "attempts 2 worker_lost" in lines
     assert not any(line.startswith("queue") for line in lines)
-
-
-def test_the_first_signal_cleans_up_and_the_second_ends_at_once() -> None:
-    """The command is cancelled once; its cleanup is not cut short by the second."""
-    interrupts = Interrupts()
-    told: list[str] = []
-    is_killed = asyncio.Event()
-    interrupts.on_first = lambda: told.append("first")
-    interrupts.at_once = is_killed.set
-
-    async def command() -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        try:
-            await asyncio.Event().wait()
-        finally:
-            told.append("cleanup")
-            os.kill(os.getpid(), signal.SIGINT)
-            await is_killed.wait()
-            told.append("clean")
-
-    assert interrupts.run(command) == 130
-    assert told == ["first", "cleanup", "clean"]
-
-
-def test_the_exit_code_tells_the_signal_and_errors_are_raised() -> None:
-    """128 + its number; an error of the command is the command's."""
-
-    async def waits() -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.Event().wait()
-
-    async def fails() -> None:
-        raise ModelError("no")
-
-    assert Interrupts().run(waits) == 128 + signal.SIGTERM
-    with pytest.raises(ModelError):
-        Interrupts().run(fails)

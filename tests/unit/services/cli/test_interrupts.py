@@ -9,6 +9,44 @@ import signal
 import pytest
 
 from services.cli.interrupts import Interrupts, run_interruptible
+from shared.errors import ModelError
+
+
+def test_the_first_signal_cleans_up_and_the_second_ends_at_once() -> None:
+    """The command is cancelled once; its cleanup is not cut short by the second."""
+    interrupts = Interrupts()
+    told: list[str] = []
+    is_killed = asyncio.Event()
+    interrupts.on_first = lambda: told.append("first")
+    interrupts.at_once = is_killed.set
+
+    async def command() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            told.append("cleanup")
+            os.kill(os.getpid(), signal.SIGINT)
+            await is_killed.wait()
+            told.append("clean")
+
+    assert interrupts.run(command) == 130
+    assert told == ["first", "cleanup", "clean"]
+
+
+def test_the_exit_code_tells_the_signal_and_errors_are_raised() -> None:
+    """128 + its number; an error of the command is the command's."""
+
+    async def waits() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.Event().wait()
+
+    async def fails() -> None:
+        raise ModelError("no")
+
+    assert Interrupts().run(waits) == 128 + signal.SIGTERM
+    with pytest.raises(ModelError):
+        Interrupts().run(fails)
 
 
 @pytest.mark.parametrize(("before", "code"), [(signal.SIG_DFL, 129), (signal.SIG_IGN, 0)])

@@ -145,6 +145,7 @@ def test_a_flood_of_another_tenant_makes_nobody_late(
         admission.arrive(b"%d" % number, 0.0, terms=Terms("flood"), num_tokens=100)
 
     def ended(number: int) -> list[Effect]:
+        admission.dispatched(b"%d" % number, at.prefills[0], at.decodes[0], 0.2 * number)
         admission.emitted(b"%d" % number, 1, 0.2 * number, cached_tokens=0)
         return admission.leave(b"%d" % number, 0.2 * number)
 
