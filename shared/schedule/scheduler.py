@@ -278,9 +278,7 @@ class Scheduler:
                 # Nobody is newer: wait. Older ones may still take its room, so it blocks nobody.
                 return False
             if self._pool.num_blocks_for(victim.num_tokens) > self._pool.num_blocks:
-                self._fail_for_room(
-                    victim, draft
-                )  # it fits nowhere: put back, it would block the queue
+                self._fail_for_room(victim, draft)  # put back, it would block the queue
             else:
                 self._preempt(victim, draft)
         return True
