@@ -155,7 +155,7 @@ class Admission:
         has_place = not (self._queue or is_full) and self._may_run(terms.tenant)
         queue_s = 0.0
         if terms.has_limit and not has_place:
-            queue_s = self._queue.num_ahead(terms, self._may_run) * self._gap_s
+            queue_s = self._queue.num_ahead(terms, now, self._may_run) * self._gap_s
         would_be_late = self._would_be_late(request, now, queue_s=queue_s)
         if would_be_late is not None:
             return [self._refused(request, would_be_late)]

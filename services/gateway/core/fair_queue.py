@@ -68,10 +68,11 @@ class FairQueue:
     def __len__(self) -> int:
         return sum(self._num_waiting.values())
 
-    def num_ahead(self, terms: Terms, may_run: Callable[[str], bool]) -> int:
+    def num_ahead(self, terms: Terms, now: float, may_run: Callable[[str], bool]) -> int:
         """Requests that would be served before one more of these terms: those of a higher priority;
         of its own, those of its tenant, and of each other tenant as many as its weight gives it
         meanwhile. Who waits for a place of its own tenant's holds up no other."""
+        self._age(now)
         own = terms.tenant
         equal, *higher = self._num_by_priority[terms.priority :]
         turns = equal[own] / self._weight_of(own)

@@ -61,11 +61,13 @@ def test_who_waits_rises() -> None:
     queue = a_queue(ageing_s=1.0)
     put(queue, "l", priority=0)
     put(queue, "h", priority=5, since=5.5)
-    assert queue.num_ahead(Terms("t", 5), lambda _: True) == 1
+    assert queue.num_ahead(Terms("t", 5), 4.9, lambda _: True) == 1
     request = queue.pop(4.9, lambda _: True)
     assert request is not None
     assert request.key == b"h"
     put(queue, "h", priority=5, since=5.5)
+    # Nobody has been served since it rose.
+    assert queue.num_ahead(Terms("t", 5), 5.6, lambda _: True) == 2
     assert drain(queue, 5.6) == "lh"
 
 
@@ -107,11 +109,11 @@ def test_how_many_come_before() -> None:
         put(queue, "s", "small", since=number)
     put(queue, "h", "big", priority=4)
     newcomer = Terms("new", 3)
-    assert queue.num_ahead(newcomer, lambda _: True) == 1 + 1 + 1
-    assert queue.num_ahead(newcomer, lambda tenant: tenant == "small") == 1
+    assert queue.num_ahead(newcomer, 0.0, lambda _: True) == 1 + 1 + 1
+    assert queue.num_ahead(newcomer, 0.0, lambda tenant: tenant == "small") == 1
     put(queue, "n", "new", since=50)
-    assert queue.num_ahead(newcomer, lambda _: True) == 1 + 4 + 2 + 1
-    assert queue.num_ahead(Terms("new", 4), lambda _: True) == 1
+    assert queue.num_ahead(newcomer, 0.0, lambda _: True) == 1 + 4 + 2 + 1
+    assert queue.num_ahead(Terms("new", 4), 0.0, lambda _: True) == 1
     put(queue, "N", "new", since=51)
     taken = ""
     while "N" not in taken:
@@ -200,8 +202,8 @@ def test_requests_are_conserved_and_come_by_priority(data: st.DataObject) -> Non
                 pass
         assert len(queue) == len(inside)
         lowest = Terms("alone", 0, ttft_s=1.0)
-        assert queue.num_ahead(lowest, lambda _: False) == 0
-        assert queue.num_ahead(lowest._replace(tenant="a"), lambda _: False) == sum(
+        assert queue.num_ahead(lowest, 0.0, lambda _: False) == 0
+        assert queue.num_ahead(lowest._replace(tenant="a"), 0.0, lambda _: False) == sum(
             one.terms.tenant == "a" for one in inside.values()
         )
 
