@@ -20,7 +20,14 @@ from typing import NamedTuple
 
 from services.gateway.core import admission
 from services.gateway.core.admission import Admission, Admit, TurnAway
-from services.gateway.core.dispatcher import BlamePair, Dispatcher, Effect, LookForPair, Send
+from services.gateway.core.dispatcher import (
+    BlamePair,
+    Dispatcher,
+    Effect,
+    LookForPair,
+    Send,
+    WorkerDrains,
+)
 from services.gateway.core.expectations import EndedAnswer
 from services.gateway.core.lifecycle import CancelLeg, End, Leg, Lifecycle, Reroute
 from services.gateway.core.overload import Overload, OverloadMode
@@ -186,6 +193,8 @@ class CoreMesh(Members):
                     self._search(answer, effect)
                 case BlamePair(prefill, decode):
                     self.table.pair_failed(prefill, decode)
+                case WorkerDrains(worker):
+                    self.table.drains(worker)
                 case Send():
                     self._send(answer, effect)
                 case End(error):

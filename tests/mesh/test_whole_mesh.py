@@ -732,6 +732,23 @@ async def test_a_drained_decode_worker_loses_nothing() -> None:
         assert {t.result().receipt["attempts"] for t in asked} == {1}
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@virtual_time
+async def test_a_request_in_the_instant_of_a_drain_waits_for_the_next_worker(role: str) -> None:
+    """The gateway has not heard that the only worker drains: it hears it from the refusal, and does
+    not ask it again and again."""
+    async with whole_mesh(timing=SLOW) as mesh, asyncio.TaskGroup() as tasks:
+        (draining,) = mesh.prefills if role == "prefill" else mesh.decodes
+        draining.stop.set()
+        asked = tasks.create_task(mesh.ask(a_prompt(30), 20))
+        await asyncio.sleep(0.5)
+        await mesh.start_worker(role)
+        answer = await asked
+        assert answer.error is None
+        assert answer.token_ids == expected(a_prompt(30), 20)
+        assert answer.receipt["attempts"] == 2
+
+
 @pytest.mark.parametrize("is_orderly", [True, False])
 @virtual_time
 async def test_only_a_worker_that_is_lost_is_a_warning(is_orderly: bool) -> None:

@@ -21,7 +21,7 @@ from services.gateway.core.lifecycle import Leg, Lifecycle, Reroute
 from services.gateway.core.prefixes import HashedPrompt
 from services.gateway.core.routing import RouteDecision
 from services.gateway.core.sides import RouteRequest
-from shared.errors import DeadlinePassed, MeshError, NoBlocks, WorkerLost
+from shared.errors import DeadlinePassed, MeshError, NoBlocks, ShuttingDown, WorkerLost
 from shared.ids import Incarnation
 from shared.request import SamplingParams
 from shared.transfer.effects import MAX_RESERVE_WAIT_S
@@ -45,6 +45,12 @@ class BlamePair(NamedTuple):
     decode: Incarnation
 
 
+class WorkerDrains(NamedTuple):
+    """It refuses what is new, and its next report will say why: nothing goes to it until then."""
+
+    worker: Incarnation
+
+
 class Send(NamedTuple):
     """Send these legs in the same instant: prefill computes while decode makes room.
 
@@ -62,7 +68,7 @@ class Send(NamedTuple):
     after: MeshError | None
 
 
-Effect = lifecycle.Effect | LookForPair | BlamePair | Send
+Effect = lifecycle.Effect | LookForPair | BlamePair | WorkerDrains | Send
 
 
 class Dispatcher:
@@ -108,6 +114,8 @@ class Dispatcher:
         self._avoid = self._avoid.union(failed)
         if len(failed) == 2:
             effects.append(BlamePair(self._legs[Leg.PREFILL], self._legs[Leg.DECODE]))
+        elif isinstance(failure.error, ShuttingDown):
+            effects += map(WorkerDrains, failed)
         self._after = failure.error
         if not isinstance(failure.error, NoBlocks):
             self._blocks_by = self._room_by(now)

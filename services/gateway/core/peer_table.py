@@ -129,6 +129,14 @@ class PeerTable:
             return False
         return self.report(worker, replace(worker.status, paired=worker.status.paired - {decode}))
 
+    def drains(self, incarnation: Incarnation) -> bool:
+        """It refuses what is new, and has not reported that it drains. Returns whether that changes
+        anything."""
+        worker = self._workers.get(incarnation)
+        if worker is None:
+            return False
+        return self.report(worker, replace(worker.status, is_draining=True))
+
     def note_usability(self) -> None:
         """A worker's session came, went, fell silent or speaks again."""
         self._sides = self._reach = None

@@ -174,6 +174,11 @@ class Membership:
         if self.table.pair_failed(prefill, decode):
             self.usability.tell()
 
+    def drains(self, incarnation: Incarnation) -> None:
+        """See ``PeerTable``."""
+        if self.table.drains(incarnation):
+            self.usability.tell()
+
     def leave(self, worker: Worker, reason: str) -> None:
         """Remove a worker; requests on it fail over. An entry that a rejoin has replaced stays."""
         incarnation = worker.incarnation

@@ -15,7 +15,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.gateway.core.admission import Admission
-from services.gateway.core.dispatcher import BlamePair, Dispatcher, Effect, LookForPair, Send
+from services.gateway.core.dispatcher import (
+    BlamePair,
+    Dispatcher,
+    Effect,
+    LookForPair,
+    Send,
+    WorkerDrains,
+)
 from services.gateway.core.lifecycle import CancelLeg, End, Leg, Lifecycle, Reroute
 from services.gateway.core.prefixes import HashedPrompt
 from services.gateway.core.worker import Role
@@ -290,6 +297,8 @@ class RequestShell:
                     self._search = effect
                 case BlamePair(prefill, decode):
                     self._membership.pair_failed(prefill, decode)
+                case WorkerDrains(worker):
+                    self._membership.drains(worker)
                 case Send():
                     self._send(effect)
                 case End():

@@ -13,6 +13,7 @@ from services.gateway.core.dispatcher import (
     Effect,
     LookForPair,
     Send,
+    WorkerDrains,
 )
 from services.gateway.core.expectations import Prediction
 from services.gateway.core.lifecycle import CancelLeg, End, Leg, Lifecycle, Reroute
@@ -157,6 +158,15 @@ def test_a_pair_is_blamed_when_one_says_that_the_other_failed_it() -> None:
     assert blame == BlamePair(P, D)
     assert isinstance(search, LookForPair)
     assert search.request.avoid == {P, D}
+
+
+def test_who_refuses_because_it_drains_gets_nothing_more() -> None:
+    """Its report is on its way; until it comes every attempt would be refused."""
+    room = running()
+    drains, search = room.fail(Leg.PREFILL, ShuttingDown("it is draining"), lost=False)
+    assert drains == WorkerDrains(P)
+    assert isinstance(search, LookForPair)
+    assert search.request.avoid == {P}
 
 
 def test_nobody_is_blamed_for_an_attempt_with_one_leg() -> None:
