@@ -44,6 +44,8 @@ MOST_ANSWERS = 1 << 16
 _NEW_SHARE = 0.05
 """Of the newest answer in the mean of how long answers last."""
 
+_LEAST_ANSWER_S = 1e-3
+"""What an answer counts as at least: uvloop's clock stands still for a millisecond."""
 
 _SIGMAS = 2.0
 """Above the mean: what is hardly ever exceeded. At the mean itself every second prompt at
@@ -143,7 +145,7 @@ class Overload:
         """It is over, in whatever way."""
         answer = self._forget(key)
         if answer is not None and answer.has_begun:
-            lasted_s = now - answer.first_token_at
+            lasted_s = max(now - answer.first_token_at, _LEAST_ANSWER_S)
             if self._mean_s == math.inf:
                 self._mean_s = lasted_s
             self._mean_s += _NEW_SHARE * (lasted_s - self._mean_s)

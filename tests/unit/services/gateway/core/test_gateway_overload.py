@@ -207,6 +207,15 @@ def test_a_prediction_counts_who_will_have_ended() -> None:
     assert verdicts["predicted"] is None
 
 
+def test_answers_that_lasted_no_time_say_how_long_others_will() -> None:
+    """All tokens of a short one come in one instant of the clock."""
+    overload, at = Overload(OverloadMode.PREDICTED, SPEED), sides()
+    _in_hand(overload, at, 1, now=0.0)
+    overload.ended(0, 0.0)
+    _in_hand(overload, at, 9, now=0.0)
+    assert overload.forecast(500, at, 0.0, waited_s=0.0).tbt_s < 0.05  # as good as alone
+
+
 def test_the_second_look_sees_what_runs_then() -> None:
     """When the prompt is computed; who waits for its own prompt does not count."""
     overload = Overload(OverloadMode.STAGE, SPEED)
