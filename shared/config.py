@@ -407,7 +407,7 @@ class WorkerConfig(ServiceConfig):
 
     # What follows is for prompts whose KV goes elsewhere.
 
-    max_jobs: Annotated[int, Between(1)] = 256
+    max_jobs: Annotated[int, Between(1)] = 1024
     """Prompts in hand at once; more are refused."""
 
     batch_tokens: Annotated[int, Between(0, 1 << 24)] = 0

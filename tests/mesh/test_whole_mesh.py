@@ -20,7 +20,7 @@ from services.gateway.core.lifecycle import Lifecycle
 from services.gateway.workers import peers
 from services.gateway.workers.session import RequestShell
 from shared import log, wire
-from shared.config import MESH_PORT
+from shared.config import MESH_PORT, DecodeConfig, GatewayConfig, PrefillConfig
 from shared.engine.fake import FakeModel, FakeTiming
 from shared.errors import (
     DeadlinePassed,
@@ -147,6 +147,18 @@ async def test_a_repeated_prompt_is_told_as_cached() -> None:
         assert first.usage.cached_tokens == 0
         assert second.usage.cached_tokens == 96
         assert second.receipt["transfer_bytes"] < first.receipt["transfer_bytes"] / 4
+
+
+@virtual_time
+async def test_a_burst_that_a_gateway_takes_is_refused_by_no_worker() -> None:
+    """Who is beyond ``--max-running`` waits in the gateway; one worker of each role takes all who
+    are within, by their defaults."""
+    assert GatewayConfig().max_running <= PrefillConfig().max_jobs
+    assert GatewayConfig().max_running <= DecodeConfig().max_requests
+    async with whole_mesh(num_blocks=4096) as mesh:
+        prompts = [a_prompt(20, seed=i) for i in range(300)]
+        answers = await _ask_all(mesh, prompts, 3)
+        assert [a.token_ids for a in answers] == [expected(p, 3) for p in prompts]
 
 
 PHASES = ("before_first_token", "after_first_token", "mid_decode")
