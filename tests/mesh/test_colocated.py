@@ -16,8 +16,7 @@ from shared.predict.step_time import attended
 from shared.schedule.plan import StepPlan
 from shared.worker.step_times import ProfileRange, StepTimes
 from tests.support.cores import Worker, a_sequence
-from tests.support.storm import sampled, storm
-from tests.support.tiers import few
+from tests.support.storm import sampled
 from tests.support.virtual_compute import VirtualCompute
 from tests.support.whole_mesh import Answer, WholeMesh, whole_mesh
 from tests.support.worker_mesh import MODEL, a_prompt, expected, virtual_time
@@ -355,12 +354,6 @@ async def test_an_ordinary_decode_worker_computes_no_prompts() -> None:
         assert "no prefill worker has joined" in mesh.gateways[0].mesh.not_ready_reason
         refused = await mesh.ask(a_prompt(20), 4)
         assert isinstance(refused.error, WorkerLost)
-
-
-@pytest.mark.parametrize("seed", few(range(4), 0))
-def test_in_a_storm_of_faults_every_answer_is_exact_or_a_typed_error(seed: int) -> None:
-    """Kills, partitions, hang-ups and joins at random times."""
-    storm(seed, ["decode"], **COLOCATED, num_decode=3, num_blocks=48, timing=SLOW)
 
 
 async def _ask_all(mesh: WholeMesh, prompts: list[list[int]], num_tokens: int) -> list[Answer]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +21,6 @@ from shared.rpc.methods import CHANGE_ROLE
 from shared.step import StepRow
 from tests.support.calls import call_unary
 from tests.support.core_mesh import ThereAndBack
-from tests.support.storm import storm
 from tests.support.tiers import few
 from tests.support.whole_mesh import Answer, WholeMesh, whole_mesh
 from tests.support.worker_mesh import RunningWorker, a_prompt, expected, virtual_time
@@ -333,28 +331,6 @@ async def test_a_draining_worker_finishes_what_it_has_and_moves_no_more() -> Non
         for i, task in enumerate(asked):
             assert task.result().error is None
             assert task.result().token_ids == expected(a_prompt(150, seed=i), 30)
-
-
-@pytest.mark.parametrize("seed", few(range(12), 0, 1))
-def test_a_storm_of_faults_and_moves_is_exact(seed: int) -> None:
-    """Kills, partitions and hang-ups of ``storm``, and homes that change all the time."""
-    storm(
-        seed,
-        ["prefill", "decode"],
-        **EITHER,
-        num_prefill=2,
-        num_decode=3,
-        meanwhile=lambda mesh: _move_about(mesh, seed),
-    )
-
-
-async def _move_about(mesh: WholeMesh, seed: int) -> None:
-    chance = random.Random(seed)
-    for _ in range(80):
-        await asyncio.sleep(0.07)
-        running = chance.choice(mesh.workers)
-        with contextlib.suppress(InvalidRequest):  # the last of its role
-            await _tried(move(mesh, running, chance.choice(["prompt", "token"])))
 
 
 @virtual_time

@@ -41,8 +41,6 @@ from shared.rpc.network import Address
 from shared.rpc.stream import open_stream
 from tests.support.loopback import LoopbackSettings
 from tests.support.memory_network import MemoryNetwork, MemoryTransport
-from tests.support.storm import storm
-from tests.support.tiers import few
 from tests.support.tiny_tokenizer import tiny_tokenizer
 from tests.support.whole_mesh import Answer, WholeMesh, whole_mesh
 from tests.support.worker_mesh import a_prompt, expected, virtual_time
@@ -776,16 +774,6 @@ async def test_only_a_worker_that_is_lost_is_a_warning(is_orderly: bool) -> None
         assert left["log_level"] == ("info" if is_orderly else "warning")
         warned = [line for line in logs if line["log_level"] == "warning"]
         assert bool(warned) is not is_orderly, warned
-
-
-@pytest.mark.parametrize("seed", few(range(6), 0))
-def test_in_a_storm_of_faults_every_answer_is_exact_or_a_typed_error(seed: int) -> None:
-    """Kills, partitions, hang-ups and joins at random times: the same seed, the same history."""
-    options = {"num_prefill": 2, "num_decode": 2, "num_blocks": 48, "timing": SLOW}
-    roles = ["prefill", "decode"]
-    history = storm(seed, roles, **options)
-    if seed == 0:  # one tells whether anything depends on more than its seed
-        assert history == storm(seed, roles, **options)
 
 
 def _busy(mesh: WholeMesh, role: str) -> Any:
