@@ -122,6 +122,7 @@ def status_of(
         home_order=home.order,
         queue_s=core.queue_s(),
         step_tokens=core.size.token_budget,
+        batch_tokens=core.size.batch_tokens or core.size.token_budget,
         prompt_steps=prompt_steps,
         answer_steps=answer_steps,
         speeds=core.ends.speeds,

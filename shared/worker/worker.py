@@ -119,6 +119,7 @@ class MeshWorker:
         self._open_metrics()
         self.step_times = StepTimes()
         self._budget: StepBudget = TokenBudget(config.max_step_tokens)
+        self._batch_tokens = 0
         self.pool: BlockPool
         self.journal: Journal
         self.scheduler: Scheduler
@@ -214,7 +215,10 @@ class MeshWorker:
 
     def _open_books(self, profile: MachineProfile) -> None:
         config = self._config
-        self._budget = self._step_budget(profile)
+        self._batch_tokens = (
+            config.batch_tokens or profile.saturating_tokens or config.max_step_tokens
+        )
+        self._budget = self._step_budget()
         self.pool, self.scheduler = pool_and_scheduler(config, self._engine, budget=self._budget)
         self.journal = Journal(self.pool.block_size)
         self.pool.listen(self.journal)
@@ -233,12 +237,12 @@ class MeshWorker:
             on_change=self._life.changed,
         )
 
-    def _step_budget(self, profile: MachineProfile) -> StepBudget:
-        config, most_tokens = self._config, self._config.max_step_tokens
+    def _step_budget(self) -> StepBudget:
+        config = self._config
         by_time = self.launch.is_mixed and not config.token_budget
         return budget_of(
-            most_tokens,
-            together=config.batch_tokens or profile.saturating_tokens or most_tokens,
+            config.max_step_tokens,
+            together=self._batch_tokens,
             pushes=self.launch.pushes,
             tbt_target_s=config.tbt_target_s if by_time else 0.0,
             predict=self.step_times.predict,
@@ -392,6 +396,7 @@ class MeshWorker:
             home_epoch=self.home.epoch,
             queue_s=self._queue_s(),
             step_tokens=self._config.max_step_tokens,
+            batch_tokens=self._batch_tokens,
             prompt_steps=prompt_steps,
             answer_steps=answer_steps,
             home_order=self.home.order,

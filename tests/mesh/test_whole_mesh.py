@@ -85,6 +85,8 @@ async def test_a_prompt_does_not_wait_for_those_behind_it(
         assert [answer.token_ids for answer in answers] == [expected(p, 5) for p in prompts]
         waited_s = sorted(answer.receipt["ttft_s"] for answer in answers)
         assert waited_s == pytest.approx(expected_s, abs=0.01)
+        seen = mesh.gateways[0].members.table.get(mesh.prefills[0].incarnation)
+        assert seen.status.batch_tokens == settings.get("batch_tokens", 32)
 
 
 def requests() -> list[Any]:

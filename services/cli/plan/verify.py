@@ -74,8 +74,8 @@ class VerifyFlags:
     link
         What each worker sends KV with; default: what workers measured.
     batch_tokens
-        Prompts share a step up to so many tokens (a worker's --batch-tokens, or what pdmesh profile
-        says); 0 = as many as a step holds.
+        Prompts share a step up to so many tokens; 0 = as many as a step holds; default: what workers
+        report.
     slo_ttft
         Limit of the time to first token.
     slo_tpot
@@ -88,7 +88,7 @@ class VerifyFlags:
     policy: str | None = None
     wire: str | None = None
     link: str | None = None
-    batch_tokens: int = 0
+    batch_tokens: int | None = None
     slo_ttft: str = "1s"
     slo_tpot: str = "100ms"
     times: TimesFlags = TimesFlags()  # noqa: RUF009  (frozen)
@@ -98,7 +98,7 @@ class VerifyFlags:
         self.times.check()
         load_policy(self.policy or "")
         known = f"one of {', '.join(POLICIES)} or package.module:Class, not {self.policy!r}"
-        is_some = 0 <= self.batch_tokens <= 1 << 24
+        is_some = 0 <= (self.batch_tokens or 0) <= 1 << 24
         require_ranges(
             ("--policy", self.policy is None or self.policy in POLICIES, known),
             ("--batch-tokens", is_some, "0 (as many as a step holds) or more"),
@@ -298,6 +298,9 @@ def _setting(seen: SeenTraffic, flags: VerifyFlags) -> tuple[MeshShape, MeshSett
     # In the simulator a hand-over is two messages' ways: the order there, token 1 back.
     wire_s = seconds("--wire", flags.wire) if flags.wire else learned_s / 2 or WIRE_S
     link = flags.link and read_link(flags.link)
+    batch_tokens = flags.batch_tokens
+    if batch_tokens is None:
+        batch_tokens = computing[0].batch_tokens if computing else 0
     return (
         shape,
         MeshSetting(
@@ -311,7 +314,7 @@ def _setting(seen: SeenTraffic, flags: VerifyFlags) -> tuple[MeshShape, MeshSett
             token_budget=0 if shape.num_of("M") or not computing else computing[0].step_tokens,
             max_running=256,
             link_bytes_s=link or (mesh.link_bytes_s if mesh is not None else 0.0),
-            batch_tokens=flags.batch_tokens,
+            batch_tokens=batch_tokens,
             wire_s=wire_s,
         ),
         notes,

@@ -247,6 +247,7 @@ def recent_body(
                 "blocks": worker.num_blocks,
                 "block_size": worker.block_size,
                 "step_tokens": worker.status.step_tokens,
+                "batch_tokens": worker.status.batch_tokens,
                 "token_bytes": worker.layout.token_bytes,
                 "taken": worker.status.num_taken,
             }

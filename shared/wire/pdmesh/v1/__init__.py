@@ -981,6 +981,7 @@ class WorkerStatus(betterproto2.Message):
     num_taken: "int" = betterproto2.field(27, betterproto2.TYPE_UINT64)
     dram_token_s: "float" = betterproto2.field(28, betterproto2.TYPE_DOUBLE)
     ssd_token_s: "float" = betterproto2.field(29, betterproto2.TYPE_DOUBLE)
+    batch_tokens: "int" = betterproto2.field(31, betterproto2.TYPE_UINT32)
     kv: "KvChanges | None" = betterproto2.field(30, betterproto2.TYPE_MESSAGE, optional=True)
 
 default_message_pool.register_message("pdmesh.v1", "WorkerStatus", WorkerStatus)

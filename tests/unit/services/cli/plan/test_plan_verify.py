@@ -43,6 +43,17 @@ def test_a_mesh_that_does_what_it_reports_is_predicted(
     assert facts["notes"] == []
 
 
+def test_prompts_share_a_step_as_far_as_workers_report(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those that are computed one after the other are replayed so; the flag says otherwise."""
+    body = recent(rate=30.0, batch_tokens=16)
+    code, facts = verified(body, capsys)
+    assert code == 0
+    assert all(abs(it["error"]) < 0.005 for it in facts["figures"])
+    code, facts = verified(body, capsys, "--batch-tokens", "0")
+    assert code == 1
+    assert facts["worst"]["TTFT"] in ("prefill", "prefill_queue")
+
+
 def test_steps_that_take_longer_than_reported_are_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
