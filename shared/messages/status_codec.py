@@ -98,4 +98,5 @@ def _fit_from_wire(fit: wire.StepFit | None) -> StepFit:
     coefficients = fit.constant_s, fit.token_s, fit.attended_s
     if not all(0.0 <= value < math.inf for value in coefficients):
         return NO_FIT
-    return StepFit(*coefficients, fit.num_steps, _amount(fit.error_p50), _amount(fit.error_p90))
+    errors = _amount(fit.error_p50), _amount(fit.error_p90)
+    return StepFit(*coefficients, fit.num_steps, *errors, _amount(fit.mean_ratio) or 1.0)

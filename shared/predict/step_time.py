@@ -31,6 +31,9 @@ _FARTHEST = 4.0
 
 _NUM_ERRORS = 64
 
+_MEAN_STEPS = 256
+"""About so many steps count in the mean."""
+
 
 def attended(start: int, stop: int) -> int:
     """Return how many positions tokens [start, stop) of one sequence attend to, all together."""
@@ -41,7 +44,9 @@ class StepFit(NamedTuple):
     """What is known of one kind of steps; fit to be sent.
 
     error_p50, error_p90: of the last steps, |predicted - real| / real, each predicted before it was
-    learned. num_steps: learned in all, those of a profile included.
+    learned. num_steps: learned in all, those of a profile included. mean_ratio: what steps take in
+    the mean, times what this predicts, which is the ordinary step of the last few: sums of many
+    steps need the mean.
     """
 
     constant_s: float = 0.0
@@ -50,6 +55,7 @@ class StepFit(NamedTuple):
     num_steps: int = 0
     error_p50: float = 0.0
     error_p90: float = 0.0
+    mean_ratio: float = 1.0
 
     @property
     def is_known(self) -> bool:
@@ -81,6 +87,8 @@ class StepTimeModel:
         self._coefficients = (0.0, 0.0, 0.0)
         self._level = 1.0
         self._ratios = RunningQuantiles(_LEVEL_STEPS)
+        self._mean_level = 1.0
+        self._num_levels = 0
         self._num_steps = 0
         self._num_unfitted = 0
         self._errors = RunningQuantiles(_NUM_ERRORS)
@@ -92,6 +100,7 @@ class StepTimeModel:
             self._line.anchor()
             self._fit()
             self._level, self._ratios = 1.0, RunningQuantiles(_LEVEL_STEPS)
+            self._mean_level, self._num_levels = 1.0, 0
             self._errors = RunningQuantiles(_NUM_ERRORS)
 
     def observe(self, num_tokens: int, num_attended: int, seconds: float) -> None:
@@ -103,8 +112,11 @@ class StepTimeModel:
             predicted_s = shape_s * self._level
             self._errors.add(abs(predicted_s - seconds) / seconds)
             seconds = min(max(seconds, predicted_s / _FARTHEST), predicted_s * _FARTHEST)
-            self._ratios.add(seconds / shape_s)
+            ratio = seconds / shape_s
+            self._ratios.add(ratio)
             self._level = self._ratios.quantile(0.5)
+            self._num_levels = min(self._num_levels + 1, _MEAN_STEPS)
+            self._mean_level += (ratio - self._mean_level) / self._num_levels
         self._line.observe((1.0, num_tokens, num_attended), seconds)
         self._num_steps += 1
         self._num_unfitted += 1
@@ -130,6 +142,7 @@ class StepTimeModel:
             self._num_steps,
             self._errors.quantile(0.5),
             self._errors.quantile(0.9),
+            self._mean_level / self._level,
         )
 
     def _shape_s(self, num_tokens: int, num_attended: int) -> float:

@@ -134,8 +134,8 @@ def replay_of(seen: Sequence[SeenRequest]) -> ReplayedPrompts:
 
 
 def fitted_times(prompts: Sequence[StepFit], answers: Sequence[StepFit]) -> FittedTimes | None:
-    """Return the time model of what workers report of their steps, the mean of those that know;
-    None: nobody does. prompts: of those who compute prompts; answers: likewise.
+    """Return the time model of what workers report of their steps in the mean, and of those that
+    know the mean; None: nobody does. prompts: of those who compute prompts; answers: likewise.
 
     Who has run few steps knows those before it joined, which others that started then may have
     slowed: it counts from half as many steps on as who has run most.
@@ -164,9 +164,9 @@ def _mean(fits: Sequence[StepFit]) -> FittedPhase | None:
         return None
     num = len(fits)
     return FittedPhase(
-        constant_s=sum(fit.constant_s for fit in fits) / num,
-        token_s=sum(fit.token_s for fit in fits) / num,
-        attended_s=sum(fit.attended_s for fit in fits) / num,
+        constant_s=sum(fit.mean_ratio * fit.constant_s for fit in fits) / num,
+        token_s=sum(fit.mean_ratio * fit.token_s for fit in fits) / num,
+        attended_s=sum(fit.mean_ratio * fit.attended_s for fit in fits) / num,
         error=max(fit.error_p50 for fit in fits),
         num_steps=sum(fit.num_steps for fit in fits),
         most_tokens=FAR,

@@ -799,6 +799,7 @@ class StepFit(betterproto2.Message):
     num_steps: "int" = betterproto2.field(4, betterproto2.TYPE_UINT64)
     error_p50: "float" = betterproto2.field(5, betterproto2.TYPE_DOUBLE)
     error_p90: "float" = betterproto2.field(6, betterproto2.TYPE_DOUBLE)
+    mean_ratio: "float" = betterproto2.field(7, betterproto2.TYPE_DOUBLE)
 
 default_message_pool.register_message("pdmesh.v1", "StepFit", StepFit)
 

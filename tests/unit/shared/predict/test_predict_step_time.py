@@ -94,6 +94,19 @@ def test_errors_are_those_of_predictions_made_before() -> None:
     assert fit.error_p50 <= fit.error_p90 < 0.32
 
 
+def test_the_mean_counts_what_the_ordinary_step_does_not() -> None:
+    """Every fourth step takes twice as long: what is predicted is one of the others, and the mean
+    is told beside it."""
+    model, draws = a_model(), random.Random(1)
+    model.profiled()
+    assert model.fit().mean_ratio == 1.0
+    for _ in range(600):
+        model.observe(64, 2080, real_s(64, 2080) * draws.choice((1, 1, 1, 2)))
+    fit = model.fit()
+    assert fit.seconds(64, 2080) == pytest.approx(real_s(64, 2080), rel=0.02)
+    assert fit.mean_ratio == pytest.approx(1.25, abs=0.06)
+
+
 def test_a_long_prompt_is_cut_into_steps() -> None:
     """Each has its constant; what the cache has is not computed but attended to."""
     fit = StepFit(1.0, 0.01, 0.0001, num_steps=100)
