@@ -74,8 +74,8 @@ class VerifyFlags:
     link
         What each worker sends KV with; default: what workers measured.
     batch_tokens
-        Prompts share a step up to so many tokens; 0 = as many as a step holds; default: what workers
-        report.
+        Prompts share a step up to so many tokens, 0 = as many as a step holds; default: what
+        workers report.
     slo_ttft
         Limit of the time to first token.
     slo_tpot
