@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shared.engine.native.build import unsupported
 from shared.errors import EngineFailed, MeshError, ModelError
 from tests.support.engine_driver import Driver, greedy
 from tests.support.vllm_checkpoints import reference
@@ -67,6 +68,16 @@ QUICK = ("mixtral", "gemma3", "w8a8", "awq", "deepseek_v2")
 """One of each kind; all others together take long."""
 
 
+NEED_AVX512 = ("awq", "gptq", "w4a16")
+"""vLLM's CPU kernels for them, and for KV in eight bits, are for nothing less."""
+
+
+def needs_avx512() -> None:
+    """Skip the running test where vLLM cannot compute it."""
+    if reason := unsupported("avx512"):
+        pytest.skip(f"vLLM cannot compute this here: {reason}")
+
+
 def each(families: Iterable[str]) -> list[Any]:
     return [
         family if family in QUICK else pytest.param(family, marks=pytest.mark.nightly)
@@ -79,6 +90,8 @@ def test_a_model_says_what_vllm_alone_says(
     family: str, engine_of: EngineOf, truth: Callable[..., list[list[int]]]
 ) -> None:
     """Alone, in chunks, beside others, and after its KV has moved to other blocks."""
+    if family in NEED_AVX512:
+        needs_avx512()
     settings = MODELS[family]
     want = truth(family, **settings)
     driver = Driver(engine_of(family, **settings))
@@ -134,6 +147,7 @@ def test_a_model_whose_state_is_not_kv_is_refused(family: str, engine_of: Engine
 def test_kv_in_fp8_moves_with_its_bits(engine_of: EngineOf) -> None:
     """Half the bytes of a 16-bit layout, and the tokens that the engine says without a move; a
     layout of another dtype is another one."""
+    needs_avx512()
     plain = engine_of("llama", dtype="bfloat16")
     driver = Driver(engine_of("llama", dtype="bfloat16", vllm_args="kv_cache_dtype=fp8_e4m3"))
     layout = driver.engine.layout
@@ -169,5 +183,6 @@ def test_kv_that_frames_have_no_place_for_is_refused(
     argument: str, error: type[MeshError], engine_of: EngineOf
 ) -> None:
     """Scales beside it, or layers that keep it in another dtype."""
+    needs_avx512()
     with pytest.raises(error, match="KV"):
         engine_of("llama", dtype="bfloat16", vllm_args=argument)
