@@ -13,6 +13,7 @@ from services.cli.client import (
     LOCAL_GATEWAY,
     RunningGateway,
     refusal,
+    unreachable,
 )
 from services.cli.sources import PLAIN
 from shared.errors import InvalidRequest
@@ -43,18 +44,23 @@ def role(
 
 
 async def _move(worker: str, home: str, gateway: RunningGateway) -> dict[str, Any]:
+    import aiohttp
+
     async with gateway.access.session() as session:
         view = await gateway.get(session, "/cluster")
         incarnation = _named(worker, view["workers"])
         path = f"/cluster/workers/{quote(incarnation, safe='')}/role"
-        async with (
-            asyncio.timeout(ANSWERS_WITHIN_S),
-            session.post(gateway.address(path), json={"role": home}) as response,
-        ):
-            body = await response.read()
-            if response.status != 200:
-                raise refusal(gateway.url, response.status, body)
-            return orjson.loads(body)
+        try:
+            async with (
+                asyncio.timeout(ANSWERS_WITHIN_S),
+                session.post(gateway.address(path), json={"role": home}) as response,
+            ):
+                body = await response.read()
+                if response.status != 200:
+                    raise refusal(gateway.url, response.status, body)
+                return orjson.loads(body)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise unreachable(gateway.url, error) from None
 
 
 def _named(worker: str, workers: list[dict[str, Any]]) -> str:

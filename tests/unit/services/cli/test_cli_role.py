@@ -1,0 +1,36 @@
+"""``pdmesh role`` where the gateway goes away between its two questions."""
+
+from __future__ import annotations
+
+import pytest
+from aiohttp import web
+
+from services.cli.client import RunningGateway
+from services.cli.flags import CannotRun
+from services.cli.role import _move
+
+
+async def _cluster(request: web.Request) -> web.Response:
+    return web.json_response({"workers": [{"incarnation": "ab", "address": "10.0.0.1:9000"}]})
+
+
+async def _hang_up(request: web.Request) -> web.Response:
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
+
+
+async def test_a_gateway_that_hangs_up_is_told_in_words() -> None:
+    """As of any command: whom it asked, and no trace of ours."""
+    app = web.Application()
+    app.router.add_get("/cluster", _cluster)
+    app.router.add_post("/cluster/workers/ab/role", _hang_up)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        with pytest.raises(CannotRun, match=url):
+            await _move("10.0.0.1:9000", "token", RunningGateway(url=url))
+    finally:
+        await runner.cleanup()
