@@ -249,6 +249,16 @@ def test_ctrl_c_while_the_server_is_silent() -> None:
             assert process.returncode == 130
 
 
+async def test_a_run_that_cannot_begin_leaves_those_before_it() -> None:
+    """The sweep's first run is reported; the second one's trouble is a line, and the exit code."""
+    async with openai_mock(OpenAiMock("every", takes_ids=True, is_strict=False)) as mock:
+        flags = ("--rates", "20,0.001", "--duration", "300ms")
+        code, report, err = await benched(mock.url, *FIXED, *flags)
+    assert (code, [run["rate"] for run in report["runs"]]) == (1, [20])
+    assert err.startswith("pdmesh: no request of fixed 40+12 is left to be sent at 0.001/s")
+    assert err.count("\n") == 1
+
+
 async def test_a_sweep_and_a_search() -> None:
     """A run for each rate; a search ends with a goodput that attained, below a rate that missed."""
     mock = OpenAiMock("every", takes_ids=True, is_strict=False)

@@ -13,6 +13,7 @@ from services.cli.client import DEFAULT_URL, NO_ACCESS, Access, require_url
 from services.cli.interrupts import run_interruptible
 from services.cli.sources import JsonFlag
 from services.cli.words import plain_console, print_json
+from shared.errors import MeshError
 from shared.runtime.service import EXIT_FAILED, EXIT_OK
 
 _OUTPUT: Final = Group("Output", sort_key=5)
@@ -52,8 +53,14 @@ def bench(
     if output is not None:
         require_folder(output)
     measurement = Measurement(url or (DEFAULT_URL,), source, flags, access)
-    code = run_interruptible(measurement.go, new_loop=new_event_loop)
+    failure: MeshError | None = None
+    try:
+        code = run_interruptible(measurement.go, new_loop=new_event_loop)
+    except MeshError as error:
+        code, failure = EXIT_FAILED, error
     if not any(run.records for run in measurement.runs):
+        if failure is not None:
+            raise failure
         return code
     report = build_report(measurement)
     if as_json:
@@ -63,6 +70,8 @@ def bench(
     if output is not None:
         write_report(report, measurement.runs, output)
         print(f"written to {output}: report.svg, report.json, requests.csv", file=sys.stderr)
+    if failure is not None:  # of a run that could not begin: those before it are told
+        raise failure
     return code or (EXIT_OK if _is_good(report) else EXIT_FAILED)
 
 

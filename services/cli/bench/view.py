@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from services.cli.bench.records import MISSED, Run
+from shared.runtime.groups import TaskGroup, plain_errors
 
 INTERVAL_S: Final = 0.5
 METRICS: Final = {"ttft_s": "TTFT", "tpot_s": "TPOT", "itl_s": "ITL", "e2e_s": "E2E"}
@@ -47,12 +48,13 @@ async def progress_of(run: Run, console: Console, title: str) -> AsyncGenerator[
     if not console.is_terminal:
         yield
         return
-    async with asyncio.TaskGroup() as tasks:
-        watching = tasks.create_task(watch())
-        try:
-            yield
-        finally:
-            watching.cancel()
+    with plain_errors():
+        async with TaskGroup() as tasks:
+            watching = tasks.create_task(watch())
+            try:
+                yield
+            finally:
+                watching.cancel()
 
 
 def report_view(report: Mapping[str, Any]) -> RenderableType:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
+from rich.console import Console
 
 from services.cli.bench.command import _is_good, bench
 from services.cli.bench.endpoints import Description
@@ -19,9 +21,10 @@ from services.cli.bench.report import build_report, write_report
 from services.cli.bench.search import RateSearch
 from services.cli.bench.sources import fixed
 from services.cli.bench.summary import summarize
-from services.cli.bench.view import notes_of, report_view
+from services.cli.bench.view import notes_of, progress_of, report_view
 from services.cli.bench.workload import Ask, Load, Workload
 from services.cli.flags import CannotRun
+from shared.errors import InvalidRequest
 from shared.telemetry.definitions import Slo
 
 SLO = Slo(ttft_s=0.5, tpot_s=0.05)
@@ -170,6 +173,15 @@ def test_a_report_of_nothing_but_failures_can_be_shown(tmp_path: Path) -> None:
     report_view(report)
     assert orjson.loads((tmp_path / "report.json").read_bytes())["runs"][0]["rate"] is None
     assert "1 x it was unreachable" in notes_of(report)
+
+
+@pytest.mark.parametrize("is_watched", [False, True])
+async def test_what_ends_a_run_is_told_alike_where_somebody_looks(is_watched: bool) -> None:
+    """On a terminal, too, an error is itself, and no group of errors."""
+    console = Console(file=io.StringIO(), force_terminal=is_watched)
+    with pytest.raises(InvalidRequest, match="too many"):
+        async with progress_of(a_run(), console, "1/s"):
+            raise InvalidRequest("too many")
 
 
 def test_a_void_run_is_told_with_what_to_do() -> None:
