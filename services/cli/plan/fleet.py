@@ -111,7 +111,7 @@ class FleetFlags:
         if self.watts and self.price:
             raise InvalidRequest("give --price or --watts, not both")
         if self.watts:
-            known = {name: name or flags.times.device or "" for name in names}
+            known = {name: name or (flags.times.device or "").lower() for name in names}
             for name in known.values():
                 if name not in DEVICES:
                     raise InvalidRequest("--watts needs --device or --devices: whose they are")

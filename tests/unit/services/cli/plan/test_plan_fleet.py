@@ -14,6 +14,7 @@ from services.cli.plan import explain
 from services.cli.plan.explain import goodput
 from services.cli.plan.fleet import FleetFlags
 from services.cli.plan.sim_flags import SimFlags
+from services.cli.plan.times_flags import TimesFlags
 from services.planner.core.bounds import AskedLengths, alone, least_limits, worker_bound
 from services.planner.core.fleet import (
     Price,
@@ -172,6 +173,15 @@ def test_a_device_of_given_times_has_a_price(capsys: pytest.CaptureFixture[str])
     facts = told(capsys, "fleet", "--price", "mine=2", "--budget", "2.5", "--base", "20ms", *QUICK)
     assert facts["chosen"]["mesh"] == "1M"
     assert (facts["chosen"]["cost"], facts["cost_unit"]) == (2.0, "€/h")
+
+
+@pytest.mark.parametrize("name", ["l4", "L4"])
+def test_a_device_in_capitals_is_the_same_device(name: str) -> None:
+    """Times, price and power are found for it."""
+    flags = SimFlags(times=TimesFlags(device=name, model="demo"))
+    (unit,) = (fleet := FleetFlags(watts=True)).units(flags)
+    assert fleet.priced(flags, [unit]).of == {"": 72}
+    assert FleetFlags(price="l4=2").priced(flags, [unit]).of == {"": 2}
 
 
 def test_a_fleet_that_is_none_says_what_binds(capsys: pytest.CaptureFixture[str]) -> None:
