@@ -67,9 +67,7 @@ def explain(
 ) -> None:
     """Find out more of a mesh, and fill it in as it is found; Ctrl-C leaves what is there."""
     shape = run.shape
-    others = {f"seed {flags.seed + n}": {"seed": flags.seed + n} for n in range(1, NUM_SEEDS + 1)}
-    if LONGER * flags.num_requests <= MOST_REQUESTS:
-        others[f"{LONGER} x the requests"] = {"num_requests": LONGER * flags.num_requests}
+    others = _drawn_otherwise(flags, shape)
     variants = {
         name: {key: factor if key == "slower" else getattr(flags, key) * factor}
         for name, (key, factor) in VARIANTS.items()
@@ -90,6 +88,27 @@ def explain(
                 if found.runner_up is None or share > found.runner_up[1]:
                     found.runner_up = str(other), share
                 one_more()
+
+
+def _drawn_otherwise(flags: SimFlags, shape: MeshShape) -> dict[str, dict[str, int]]:
+    """Return the same load by other draws and for longer. Of a trace file nothing is drawn, and it
+    may hold no more: what would be the same run again tells nothing."""
+    units = [part.unit for part in shape.parts]
+    own = flags.asks(units)
+    seeds = range(flags.seed + 1, flags.seed + NUM_SEEDS + 1)
+    others = {
+        f"seed {seed}": {"seed": seed}
+        for seed in seeds
+        if flags.variant(seed=seed).asks(units) != own
+    }
+    num = LONGER * flags.num_requests
+    if num <= MOST_REQUESTS:
+        longer = {"num_requests": num}
+        found = len(flags.variant(**longer).asks(units))
+        if found > len(own):
+            name = f"{LONGER} x the requests" if found == num else f"all {found} requests"
+            others[name] = longer
+    return others
 
 
 def goodput(

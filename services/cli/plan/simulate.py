@@ -124,7 +124,7 @@ def _study(
         with kept:
             explain(flags, runs[0], found, has_runner_up=is_one)
     facts = [flags.facts(run) | {"impossible": impossible} for run in runs]
-    if is_one and what_if:
+    if what_if:
         facts[0]["what_if"] = asdict(found)
     if output is not None:
         best = {} if is_one else {"best": asdict(found)}

@@ -42,6 +42,21 @@ def test_a_run_says_what_was_felt(capsys: pytest.CaptureFixture[str]) -> None:
     assert told(capsys, "1D+1M", "--policy", "splitwise")["warnings"] == []
 
 
+@pytest.mark.parametrize(("num", "longer"), [("5", "4 x the requests"), ("8", "all 20 requests")])
+def test_a_trace_is_not_said_to_be_safe_by_the_same_run_again(
+    num: str, longer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No seed changes what a file holds, and it is run for longer as far as it goes."""
+    rows = ({"timestamp": 500 * n, "input_length": 30, "output_length": 2} for n in range(20))
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    command = ["plan", "simulate", "1M", "--workload", str(trace), "--json", "--num-requests"]
+    for asked, others in ((num, [longer]), ("20", [])):
+        assert main([*command, asked]) == 0
+        sensitivity = json.loads(capsys.readouterr().out)["what_if"]["sensitivity"]
+        assert [name for name in sensitivity if "%" not in name] == others
+
+
 def test_ctrl_c_before_there_is_anything(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,6 +178,18 @@ def test_of_equal_meshes_the_smaller_or_the_one_with_more_room(
     load = ("--rate", "1", "--num-requests", "10", "--no-what-if")
     assert main(["plan", "compare", *meshes, *load]) == 0
     assert words in " ".join(capsys.readouterr().out.split())
+
+
+def test_programs_are_told_of_the_best_mesh_what_people_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its headroom and sensitivity; of the others nothing was looked for."""
+    load = ["--rate", "1", "--num-requests", "5", "--json"]
+    assert main(["plan", "compare", "1M", "2M", *load]) == 0
+    best, other = json.loads(capsys.readouterr().out)
+    assert best["what_if"]["headroom"] > 1
+    assert "rate +20 %" in best["what_if"]["sensitivity"]
+    assert "what_if" not in other
 
 
 def test_default_times_are_the_published_fit() -> None:
