@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shared.engine.vllm.pools import DevicePools, HostPools, Pools
 from shared.errors import EngineFailed
@@ -148,6 +149,26 @@ def test_a_devices_pools_make_the_same_frame(kind: Kind) -> None:
     kind.pools(others, on_device=True).scatter(BLOCKS, OFFSETS, 0, NUM_LAYERS, bytearray(wanted))
     assert kind.frame(others, 0, NUM_LAYERS) == wanted
     assert pools.arrays() == []
+
+
+class _OnOneDevice(TorchDispatchMode):
+    """Refuses what a device refuses and ``meta`` does not: numbers of the host, put by index."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        if func is torch.ops.aten.index_put_.default:
+            assert args[2].device == args[0].device
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_frame_in_the_hosts_memory_goes_into_a_devices_pools() -> None:
+    """As one from a tier below the pool does: its numbers are brought to the device first."""
+    kind = DENSE[1]
+    pools = [torch.empty(kind.shape(1), dtype=torch.float32, device="meta")] * NUM_LAYERS
+    frame = bytearray(kind.layout.token_bytes * len(PLACES))
+    with _OnOneDevice():
+        DevicePools(pools, kind.layout).scatter(BLOCKS, OFFSETS, 0, NUM_LAYERS, frame)
 
 
 @pytest.mark.parametrize(("before", "after"), list(itertools.product([1, 2, 4], repeat=2)))

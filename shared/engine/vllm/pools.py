@@ -124,7 +124,8 @@ class DevicePools:
         at = self._places(blocks, offsets)
         for layer in range(first_layer, last_layer):
             for it in self._layers[layer]:
-                it.pool[at[0], :, at[1]] = frame[layer - first_layer, it.part]
+                wire = frame[layer - first_layer, it.part]
+                it.pool[at[0], :, at[1]] = wire.to(it.pool.device)  # one of a tier is the host's
 
     def arrays(self) -> list[np.ndarray]:
         """See HostPools."""
