@@ -27,8 +27,10 @@ from shared.engine.native.build import (
     find_compiled,
     unsupported,
 )
+from shared.engine.staging import slots_of_a_way
 from shared.model_folder import ModelFolder, resolve_model
 from shared.object_reference import is_reference, load_object
+from shared.transfer.plan import DEFAULT_MAX_FRAME_BYTES
 
 _log = structlog.get_logger(__name__)
 
@@ -76,7 +78,7 @@ def load_engine(config: WorkerConfig, begins: Callable[[str], None] = lambda _: 
             share=config.gpu_memory_share,
             step_tokens=config.max_step_tokens,
             max_rows=config.max_running,
-            staging_bytes=config.staging_mib << 20,
+            staging_bytes=_staging_bytes(config),
         ),
         exact=config.exact,
     )
@@ -138,6 +140,14 @@ def _max_graph_rows(config: WorkerConfig) -> int:
     if not decodes or not config.cuda_graphs:
         return 0
     return min(config.max_graph_rows, config.max_running)
+
+
+def _staging_bytes(config: WorkerConfig) -> int:
+    """What all slots take. Who does either role's work has as many for both ways."""
+    mib, num_slots = config.staging_mib, 0
+    if config.movable or config.share_prefixes:
+        num_slots = slots_of_a_way(mib, for_prefixes=not config.movable)
+    return (slots_of_a_way(mib, for_prefixes=False) + num_slots) * DEFAULT_MAX_FRAME_BYTES
 
 
 def _fake(config: WorkerConfig, folder: ModelFolder) -> FakeEngine:

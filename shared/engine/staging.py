@@ -16,6 +16,13 @@ import xxhash
 from shared.engine.base import Buffer, Engine
 from shared.errors import EngineFailed
 from shared.transfer.frames import HEADER_BYTES
+from shared.transfer.plan import DEFAULT_MAX_FRAME_BYTES
+
+
+def slots_of_a_way(staging_mib: int, *, for_prefixes: bool) -> int:
+    """Return the staging slots of one way that KV may take; prefixes alone need fewer."""
+    num = (staging_mib << 20) // DEFAULT_MAX_FRAME_BYTES
+    return max(2, num // 2) if for_prefixes else num
 
 
 class StagingSlots:

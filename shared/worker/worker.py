@@ -15,6 +15,7 @@ import structlog
 from shared.address import Address
 from shared.config import DecodeConfig, WorkerConfig
 from shared.engine.base import Engine
+from shared.engine.staging import slots_of_a_way
 from shared.engine.worker import ComputeRunner
 from shared.home import Home, Role
 from shared.ids import Incarnation, new_incarnation
@@ -323,9 +324,7 @@ class MeshWorker:
         )
 
     def _num_slots(self, *, for_prefixes: bool) -> int:
-        """Return the staging slots of one way; prefixes alone need fewer."""
-        num = (self._config.staging_mib << 20) // DEFAULT_MAX_FRAME_BYTES
-        return max(2, num // 2) if for_prefixes else num
+        return slots_of_a_way(self._config.staging_mib, for_prefixes=for_prefixes)
 
     def _share_prefixes(self) -> PrefixFetches:
         assert self.receiver is not None

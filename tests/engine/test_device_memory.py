@@ -12,7 +12,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from shared.engine import torch_engine  # noqa: E402
+from shared.config import DecodeConfig, PrefillConfig  # noqa: E402
+from shared.engine import load, torch_engine  # noqa: E402
 from shared.engine.decode_buckets import bucket_sizes  # noqa: E402
 from shared.engine.device_memory import (  # noqa: E402
     GIB,
@@ -54,6 +55,22 @@ def test_two_workers_fit_on_a_gpu_in_any_order() -> None:
     alone = kv_bytes_of(MEMORY, 0.45, least=1)
     free = 80 * GIB - int(0.45 * 80 * GIB) - 16 * GIB - RUNTIME_BYTES // 2
     assert kv_bytes_of(MEMORY._replace(free=free), 0.45, least=1) == alone
+
+
+def test_staging_is_that_of_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefixes come to who pushes and go from who receives; half as many slots do for them."""
+    needs: list[MemoryNeeds] = []
+    monkeypatch.setattr(
+        TorchEngine, "load", lambda *_, **options: needs.append(options["memory_needs"])
+    )
+    for config in (
+        PrefillConfig(staging_mib=64),
+        DecodeConfig(staging_mib=128),
+        DecodeConfig(staging_mib=128, share_prefixes=False),
+        DecodeConfig(staging_mib=128, movable=True),
+    ):
+        load.load_engine(config)
+    assert [one.staging_bytes // MIB for one in needs] == [64 + 32, 128 + 64, 128, 2 * 128]
 
 
 def test_no_room_for_kv_names_what_took_it_and_the_flags() -> None:
