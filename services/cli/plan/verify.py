@@ -110,6 +110,17 @@ class VerifyFlags:
         )
         read_slo(self.slo_ttft, self.slo_tpot)
 
+    def require_use(self, source: Path | None, keep: Path | None) -> None:
+        """Raise InvalidRequest for a flag that would say nothing of this source."""
+        is_folder = source is not None and source.is_dir()
+        for flag, is_unused, whose in (
+            ("--run", self.run is not None and not is_folder, "a folder of pdmesh bench --output"),
+            ("--last", self.last is not None and is_folder, "a gateway, or of what it told"),
+            ("--keep", keep is not None and source is not None, "a gateway that is asked"),
+        ):
+            if is_unused:
+                raise InvalidRequest(f"{flag} is of {whose}: leave it out here")
+
     @property
     def last_s(self) -> float | None:
         """Of ``--last``, in seconds. Raises InvalidRequest."""
@@ -162,6 +173,7 @@ def verify(
         1 predicted.
     """
     flags.check()
+    flags.require_use(source, keep)
     begin_report(output)
     if keep is not None:
         require_writable("--keep", keep)

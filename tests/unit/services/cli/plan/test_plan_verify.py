@@ -229,6 +229,9 @@ def test_a_run_with_holes_is_refused_by_its_line(
         (["--profile", "none.json"], "none.json: no such file"),
         (["--mesh", "1P(tp2)+1D"], "--mesh of a replay has equal workers"),
         (["none.json"], "none.json: no such file"),
+        (["--run", "0"], "--run is of a folder"),
+        ([".", "--last", "60s"], "--last is of a gateway"),
+        (["pyproject.toml", "--keep", "seen.json"], "--keep is of a gateway"),
         (["pyproject.toml"], "neither a file of `pdmesh plan verify --keep` nor"),
     ],
 )
