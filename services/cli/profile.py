@@ -86,8 +86,10 @@ def profile(
 def _profile_steps(config: PrefillConfig, output: Path, limit_s: float, *, as_json: bool) -> int:
     if not 1 <= limit_s <= MOST_MEASURE_S:
         raise InvalidRequest(f"--measure must be 1..{MOST_MEASURE_S} seconds")
-    if not output.parent.is_dir():
-        raise CannotRun(f"cannot write {output}: {output.parent} is no folder")
+    # With rich's bars, for which no other command shall wait.
+    from services.cli.plan.view import require_writable
+
+    require_writable("--output", output)
     from shared.worker.process import profile_steps
 
     measured: list[StepProfile] = []

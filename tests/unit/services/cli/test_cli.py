@@ -643,3 +643,15 @@ def enter(
     for name, value in facts.items():
         setattr(service, name, value)
     mesh._on_change(mesh)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("", "is a folder"), ("no/profile.json", "there is no such folder")]
+)
+def test_a_profile_that_cannot_be_written_is_not_measured(
+    name: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Half a minute of steps would be lost."""
+    output = tmp_path / name
+    assert main(["profile", "--device", "cpu", "-o", str(output)]) == 2
+    assert f"--output {output}: {words}" in capsys.readouterr().err
