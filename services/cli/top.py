@@ -27,8 +27,8 @@ from shared.runtime.service import EXIT_OK
 ANSWERS_WITHIN_S: Final = 5.0
 SHORTEST_INTERVAL_S: Final = 0.1
 LONGEST_INTERVAL_S: Final = 3600.0
-LEAVE_KEYS: Final = b"qQ\x04\x1b"
-"""q, Ctrl-D and Escape."""
+LEAVE_KEYS: Final = b"qQ\x04"
+"""q and Ctrl-D; Escape, too, by itself: arrows, and a wheel that is turned, begin with it."""
 
 _OUTPUT: Final = Parameter(group=Group("Output", sort_key=1))
 
@@ -102,7 +102,8 @@ def _keys(leave: asyncio.Event) -> Generator[None]:
     loop = asyncio.get_running_loop()
 
     def pressed() -> None:
-        if any(key in LEAVE_KEYS for key in os.read(keyboard, 64)):
+        keys = os.read(keyboard, 64)
+        if keys == b"\x1b" or (keys[:1] != b"\x1b" and any(key in LEAVE_KEYS for key in keys)):
             leave.set()
 
     before = termios.tcgetattr(keyboard)

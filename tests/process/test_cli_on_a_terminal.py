@@ -165,6 +165,7 @@ async def test_top_waits_for_a_gateway_that_is_not_there_yet(tmp_path: Path) -> 
     url = f"http://127.0.0.1:{port}"
     async with on_a_terminal("top", "--interval", "0.1", "--url", url) as top:
         await top.shows(f"nothing answers at {url} (?s:.*)Trying again")
+        top.type("\x1b[B")  # an arrow, as of a wheel that is turned
         async with a_mesh(tmp_path, http_port=port, engine="fake"):
             await top.shows("● ready", without="nothing answers")
             await leave(top, "\x1b")
