@@ -23,6 +23,8 @@ DEFAULT_DURATION_S: Final = 30.0
 SEARCH_REQUESTS: Final = 50
 """Fewest requests of a run of a search: attainment of fewer is mostly luck."""
 
+MOST_SCALE: Final = 1000
+
 
 def seconds(flag: str, text: str) -> float:
     """Return a flag's time: '500ms', '30 s', '2 min'. Raises InvalidRequest."""
@@ -115,11 +117,11 @@ class BenchFlags:
     """Built-in lengths: chat and code as in Azure's traces of 2023, mooncake with the long shared
     prefixes of Mooncake's conversations, fixed with all alike."""
 
-    input_len: Annotated[int, _work] = 256
-    """Prompt tokens of 'fixed'."""
+    input_len: Annotated[int | None, _work, _quiet] = None
+    """Prompt tokens of 'fixed'; default 256."""
 
-    output_len: Annotated[int, _work] = 64
-    """Answer tokens of 'fixed'."""
+    output_len: Annotated[int | None, _work, _quiet] = None
+    """Answer tokens of 'fixed'; default 64."""
 
     trace: Annotated[Path | None, _work, _quiet] = None
     """A trace file instead: Mooncake's JSONL or Azure's CSV."""
@@ -173,13 +175,19 @@ class BenchFlags:
         for name in _ABOVE_0:
             value: float | None = getattr(self, name)
             require(value is None or value > 0, f"{flag_of(name)} must be above 0", param=name)
+        most = f"--scale-lengths must be at most {MOST_SCALE}"
+        require(self.scale_lengths <= MOST_SCALE, most, param="scale_lengths")
+        is_fixed = self.synthetic == "fixed" and self.trace is None
+        for name in ("input_len", "output_len"):
+            is_of_use = is_fixed or getattr(self, name) is None
+            require(is_of_use, f"{flag_of(name)} is of --synthetic fixed alone", param=name)
 
     def source(self) -> Source:
         """Return where lengths come from. Raises DataError."""
         if self.trace is not None:
             return read_trace(self.trace)
         if self.synthetic == "fixed":
-            return fixed(self.input_len, self.output_len)
+            return fixed(self.input_len or 256, self.output_len or 64)
         return SHAPES[self.synthetic]
 
     def first_rates(self, source: Source) -> tuple[float | None, ...]:

@@ -85,7 +85,7 @@ def report_of(
             "rate": search.best,
             "target": search.target,
             "lowest_miss": search.lowest_miss,
-            "is_conclusive": search.next_rate() is None,
+            "is_conclusive": search.is_conclusive,
             "tried": [{"rate": rate, "attainment": share} for rate, share in search.tried],
         },
     }

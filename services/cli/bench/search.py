@@ -31,9 +31,15 @@ class RateSearch:
     tried: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
 
     def next_rate(self) -> float | None:
-        """Return the rate of the next run, None when the answer is as good as asked for."""
-        if len(self.tried) >= self.most_runs:
-            return None
+        """Return the rate of the next run, None when there is no further one."""
+        return self._wanted() if len(self.tried) < self.most_runs else None
+
+    @property
+    def is_conclusive(self) -> bool:
+        """Whether the answer is as good as asked for, and not merely the last that was allowed."""
+        return self._wanted() is None
+
+    def _wanted(self) -> float | None:
         if not self.tried:
             return self.first
         best, worst = self.best, self.lowest_miss

@@ -49,7 +49,7 @@ def summarize(run: Run, slo: Slo) -> dict[str, Any]:
     last = max((record.times[-1] for record in run.records if record.times), default=0.0)
     span_s = last - min(record.due_at for record in run.records) if last else 0.0
     sums = {
-        "input_tokens": sum(one.num_prompt or one.ask.num_input for one in run.records),
+        "input_tokens": sum(it.num_prompt or it.ask.num_input for it in run.records if it.times),
         "output_tokens": sum(one.num_output for one in run.records),
         "requests": len(served),
         "attained": (share or 0.0) * len(outcomes),

@@ -182,7 +182,7 @@ def _goodput(report: Mapping[str, Any]) -> Text:
     above = found["lowest_miss"]
     end = "" if above is None else f"; {above:.4g}/s misses"
     if not found["is_conclusive"]:
-        end += "; it may be more: the client fell behind, or was stopped"
+        end += "; it may be more: the search did not come to its end"
     return text.append(f" with {limits}{end}", style="not bold")
 
 

@@ -63,6 +63,15 @@ def test_a_server_without_a_limit_ends_the_search() -> None:
     search = RateSearch(first=1.0, most_runs=5)
     assert searched(search, lambda rate: 1.0) == [1, 2, 4, 8, 16]
     assert (search.best, search.lowest_miss) == (16, None)
+    assert not search.is_conclusive
+
+
+@pytest.mark.parametrize(("most_runs", "is_conclusive"), [(5, False), (6, True)])
+def test_a_search_that_was_cut_short_says_so(most_runs: int, is_conclusive: bool) -> None:
+    """Of 3.5 and 4 requests/s the first attains and the other does not: more than a tenth."""
+    search = RateSearch(first=1.0, most_runs=most_runs)
+    searched(search, lambda rate: float(rate < 3.9))
+    assert search.is_conclusive == is_conclusive
 
 
 def test_noise_at_the_knee_keeps_the_order() -> None:

@@ -76,6 +76,10 @@ def test_everything_missed_counts_against_the_server() -> None:
     assert summary["ends"] == {end.value: 1 for end in [*ends, Ending.UNFINISHED]}
     assert summary["num_submitted"] == 7
     assert summary["ttft_s"]["count"] == 1
+    # Of who was turned away no prompt was computed.
+    assert summary["input_tokens"] == sum(
+        record.ask.num_input for record in run.records if record.times
+    )
     assert summary["output_tokens"] == 4 + 2
 
 

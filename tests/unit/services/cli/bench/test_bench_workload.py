@@ -8,9 +8,12 @@ import random
 import statistics
 from dataclasses import replace
 from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from services.cli.bench.flags import BenchFlags
 from services.cli.bench.prompts import Prompts
 from services.cli.bench.sources import SHAPES, Trace, fixed
 from services.cli.bench.workload import Ask, Fit, Load, Workload, plan
@@ -161,3 +164,21 @@ def test_words_are_as_many_as_the_tokenizer_needs() -> None:
     prompts = Prompts(Workload(name="w", asks=asks), tokens_per_word=2.0)
     assert len(prompts.text(0).split()) == 150
     assert len(prompts.text(1).split()) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"input_len": 512}, "--input-len is of --synthetic fixed alone"),
+        ({"output_len": 9, "synthetic": "fixed", "trace": Path("t")}, "--output-len is of"),
+        ({"scale_lengths": math.inf}, "--scale-lengths must be at most 1000"),
+    ],
+)
+def test_a_flag_that_would_do_nothing_or_too_much_is_refused(
+    flags: dict[str, Any], words: str
+) -> None:
+    """Before anything is sent."""
+    with pytest.raises(InvalidRequest, match=words):
+        BenchFlags(**flags).check()
+    (kept := BenchFlags(synthetic="fixed", output_len=9)).check()
+    assert kept.source().name == "fixed 256+9"
