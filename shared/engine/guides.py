@@ -140,9 +140,14 @@ class Guides:
 
     def _compile(self, grammar: str) -> Any:
         if self._tokenizer is None:
-            self._tokenizer = library().LLTokenizer(
-                self._read_tokenizer(), n_vocab=self._vocab_size, eos_token=self._eos
-            )
+            text = self._read_tokenizer()
+            try:
+                self._tokenizer = library().LLTokenizer(
+                    text, n_vocab=self._vocab_size, eos_token=self._eos
+                )
+            except ValueError:
+                # It may have more tokens than the model, which has no rows for the last ones.
+                self._tokenizer = library().LLTokenizer(text, eos_token=self._eos)
         return matcher(self._tokenizer, grammar)
 
     # --- on the guide thread ---------------------------------------------------------------------
@@ -157,12 +162,24 @@ class Guides:
             except ValueError as error:  # the library cannot read the model's tokenizer
                 failures[place] = str(error)
             else:
-                state.unsafe_compute_mask_ptr(begin + line * length, length)
+                if self._tokenizer.vocab_size <= self._vocab_size:
+                    state.unsafe_compute_mask_ptr(begin + line * length, length)
+                else:
+                    bits[line] = self._cut_mask(state)
                 if state.is_error() or not bits[line].any():
                     failures[place] = str(state.stop_reason())
             if place in failures:
                 bits[line] = -1
         return Masks(places, bits.view(np.uint8), failures)
+
+    def _cut_mask(self, state: Any) -> np.ndarray:
+        """What may come next, without the tokens that the model has not."""
+        whole = np.zeros(-(-self._tokenizer.vocab_size // 32), _WORD)
+        state.unsafe_compute_mask_ptr(whole.ctypes.data, whole.nbytes)
+        octets = whole.view(np.uint8)
+        octets[self._vocab_size // 8] &= (1 << self._vocab_size % 8) - 1
+        octets[self._vocab_size // 8 + 1 :] = 0
+        return whole[: -(-self._vocab_size // 32)]
 
     def _advanced(self, one: _Asked) -> Any:
         """The state after all ``num_tokens`` tokens."""
