@@ -20,9 +20,10 @@ from math import isfinite
 from typing import Any, NamedTuple, NoReturn, cast
 
 _HEAD = re.compile(
-    r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\S)'
+    r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
-"""A call whose name comes first, up to the value of its arguments."""
+"""A call whose name comes first, up to its arguments. What is no object (null, or an object as
+text) is read as a whole."""
 _BARE = re.compile(r"\s*([A-Za-z0-9_.-]{1,128})(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
 """Mistral's newer way, up to the arguments."""
 
@@ -162,7 +163,7 @@ class ToolParser:
         if not isinstance(name, str) or name not in self._tools:
             return None
         arguments = call.get("arguments", call.get("parameters"))
-        return name, {} if arguments is None else arguments
+        return name, {} if arguments in (None, "") else arguments
 
 
 class TextParser(ToolParser):

@@ -171,10 +171,14 @@ def test_what_only_looks_like_a_call_is_text(family: Any, text: str) -> None:
         ("pythonic", r"[get_time(at='\ud83d')]", ...),
         ("llama3", '{"name": "get_time", "parameters": null}', {}),
         ("hermes", '<tool_call>{"name": "get_time"}</tool_call>', {}),
+        ("hermes", hermes("get_time", None), {}),
+        ("hermes", hermes("get_time", ""), {}),
+        ("hermes", hermes("get_time", '{"at": "now"}'), {"at": "now"}),
     ],
 )
 def test_arguments_can_always_be_sent(family: Any, text: str, arguments: Any) -> None:
-    """Half a character of UTF-16 stays an escape; no arguments are an empty object."""
+    """Half a character of UTF-16 stays an escape; no arguments are an empty object; an object that
+    was written as text is that object."""
     due = {"at": "\ud83d"} if arguments is ... else arguments
     require(lambda: PARSERS[family](TOOLS), text, "", [("get_time", due)])
     _, _, [(_, said)] = read(PARSERS[family](TOOLS), text, [])
