@@ -187,9 +187,16 @@ class StopMatcher:
             end, start, stop = found
             self._held = ""
             return text[: end if self._include else start], stop
-        num_held = max((num_begun(text, stop) for stop in self._stop), default=0)
+        return self._hold(text), None
+
+    def pass_over(self, piece: str) -> str:
+        """Return text that is safe to give out; a stop string that is complete in it is none."""
+        return self._hold(self._held + piece) if self._stop else piece
+
+    def _hold(self, text: str) -> str:
+        num_held = max(num_begun(text, stop) for stop in self._stop)
         self._held = text[len(text) - num_held :]
-        return text[: len(text) - num_held], None
+        return text[: len(text) - num_held]
 
     def flush(self) -> str:
         """Return the held text: it was no stop string after all."""
@@ -267,5 +274,5 @@ class AnswerText:
     def _step(self, token_id: int) -> tuple[str, str | None]:
         piece = self._detokenizer.step(token_id)
         if self.num_tokens < self._min_tokens:
-            return piece, None
+            return self._matcher.pass_over(piece), None
         return self._matcher.feed(piece)

@@ -377,6 +377,16 @@ def test_stop_strings_wait_for_min_tokens() -> None:
     assert answer.num_tokens == 4
 
 
+@pytest.mark.parametrize("per_batch", [1, 1000])
+def test_a_stop_string_may_begin_before_min_tokens(per_batch: int) -> None:
+    """What counts is where it is complete."""
+    ids = TOKENIZER.encode("x.b.c.", add_special_tokens=False).ids
+    assert len(ids) == 6
+    answer = AnswerText(StreamDetokenizer(TOKENIZER), stop=[".c", "x."], min_tokens=5)
+    found = feed_all(answer, ids, per_batch=per_batch, finish=FinishReason.LENGTH)
+    assert found == ("x.b", 5, FinishReason.STOP, ".c")
+
+
 def test_the_last_token_brings_what_was_held_back() -> None:
     """It was the beginning of a stop string that never came."""
     answer = AnswerText(StreamDetokenizer(TOKENIZER), stop=["bc"])
