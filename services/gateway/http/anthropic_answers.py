@@ -145,7 +145,7 @@ class MessagesFormat(ItemFormat):
 
     def ending(self, usage: TokenCounts, receipts: Sequence[dict[str, Any]]) -> Iterator[Event]:
         counts = AnthropicUsage.of(usage, self.num_thought_tokens)
-        reason, sequence = self._end()
+        reason, sequence = self._end(has_calls=self._teller.num_calls > 0)
         end = {"stop_reason": reason, "stop_sequence": sequence}
         receipt = {"receipt": receipts[0]} if receipts else {}
         yield {"type": "message_delta", "delta": end, "usage": counts, **receipt}
@@ -158,7 +158,9 @@ class MessagesFormat(ItemFormat):
         called = [(item, _arguments_of(item)) for item in self.items]
         blocks = [_block(item, given) for item, given in called if given is not None]
         message = self._message(blocks, usage)
-        message.stop_reason, message.stop_sequence = self._end()
+        # Who is told of calls looks for one to run.
+        has_calls = any(isinstance(block, ToolUseBlock) for block in blocks)
+        message.stop_reason, message.stop_sequence = self._end(has_calls=has_calls)
         if receipts:
             message.receipt = receipts[0]
         return encode(message)
@@ -167,11 +169,11 @@ class MessagesFormat(ItemFormat):
         counts = AnthropicUsage.of(usage, self.num_thought_tokens)
         return MessageBody(id=self._head.id, model=self._head.model, content=blocks, usage=counts)
 
-    def _end(self) -> tuple[StopName, str | None]:
+    def _end(self, *, has_calls: bool) -> tuple[StopName, str | None]:
         """Why the answer ends, and the stop string that did it."""
         if self.finish_reason is FinishReason.LENGTH:
             return "max_tokens", None
-        if self._teller.num_calls and not self._teller.is_within_call:
+        if has_calls and not self._teller.is_within_call:
             return "tool_use", None
         if isinstance(self.stop_reason, str):
             return "stop_sequence", self.stop_reason

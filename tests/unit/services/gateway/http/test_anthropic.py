@@ -132,6 +132,17 @@ async def test_why_an_answer_ends(
         assert len(whole["content"]) == (reason == "tool_use")
 
 
+async def test_a_call_that_nobody_can_run_ends_no_answer() -> None:
+    """Its arguments are no JSON: a whole answer has no such block, and does not say that it has."""
+    broken = CALL.replace('"Paris"', "Paris")
+    async with gateway(broken) as here:
+        _, whole = await MessagesAsker(here).ask(tools=TOOLS)
+    assert (whole["content"], whole["stop_reason"]) == ([], "end_turn")
+    async with gateway(broken + CALL) as here:
+        _, whole = await MessagesAsker(here).ask(tools=TOOLS)
+    assert (len(whole["content"]), whole["stop_reason"]) == (1, "tool_use")
+
+
 async def test_messages_become_those_of_a_chat() -> None:
     """System, blocks, thinking, calls, results; what one answer said is one message."""
     messages: list[dict[str, Any]] = [
