@@ -21,7 +21,7 @@ from services.gateway.front.answers import (
     open_answers,
 )
 from services.gateway.front.auth import ROLES
-from services.gateway.front.calls import Call, recorded
+from services.gateway.front.calls import Call, recorded, typed
 from services.gateway.front.chats import (
     AskedChat,
     AskedTools,
@@ -136,9 +136,10 @@ class Inference:
         with recorded(self._front, path, stream.metadata, span_name=span_name) as call:
             try:
                 yield call
-            except MeshError as error:
+            except MeshError as failure:
+                error = typed(failure, call)
                 call.outcome = error.type
-                raise
+                raise error from None
             except asyncio.CancelledError:
                 deadline_at = call.caller.deadline_at
                 if deadline_at is not None and asyncio.get_running_loop().time() >= deadline_at:

@@ -364,7 +364,10 @@ class HttpDoor:
         size = 0 if isinstance(given, str) else 4 * len(given)
         chat, places = await self._front.text.offload(chat_of, size)
         with places.told():
-            return await asked_of(self._front, request, call, chat, is_counted=is_counted)
+            asked = await asked_of(self._front, request, call, chat, is_counted=is_counted)
+        for choice in asked.choices:  # a worker's word for it comes later
+            choice.structure_param = places.own(choice.structure_param)
+        return asked
 
     async def _echo(
         self, choices: Sequence[Choice], prompts: Sequence[Prompt]

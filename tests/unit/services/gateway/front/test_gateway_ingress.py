@@ -458,6 +458,17 @@ async def test_calls_that_must_come_over_grpc() -> None:
 
 
 @needs_library
+async def test_a_grammar_that_fails_on_its_way_over_grpc() -> None:
+    """A worker's word for it comes with the field that the grammar came in, as over HTTP."""
+    failed = InvalidRequest("it cannot be followed any more", code="grammar_failed")
+    front = front_door(ScriptedMesh(failing_after("the", failed)))
+    request = wire.GenerateRequest(text="the", params=wire.GenerateParams(regex="[a-z]+"))
+    with pytest.raises(InvalidRequest) as caught:
+        await generate(front, request)
+    assert (caught.value.param, caught.value.code) == ("regex", "grammar_failed")
+
+
+@needs_library
 async def test_a_schema_is_of_answers_that_call_nothing_over_grpc() -> None:
     """As response_format over HTTP: an answer is a call, or JSON of the schema; other structures
     do not go with calls that must come."""

@@ -486,6 +486,11 @@ async def test_a_grammar_that_fails_on_its_way(fields: dict[str, Any], param: st
         status, body = await here.ask(**fields)
         error = body["error"]
         assert (status, error["param"], error["code"]) == (400, param, "grammar_failed")
+        form = {"format": {"type": "json_object"}}
+        url = here.url.replace("chat/completions", "responses")
+        async with here.session.post(url, json={"input": "hi", "text": form}) as response:
+            error = (await response.json())["error"]
+        assert (error["param"], error["code"]) == ("text.format", "grammar_failed")
 
 
 @needs_library
