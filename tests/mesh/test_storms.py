@@ -21,8 +21,8 @@ def test_every_answer_is_exact_or_a_typed_error(seed: int, kind: str, tmp_path: 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", KINDS)
-def test_hundreds_of_them(kind: str, tmp_path: Path) -> None:
-    for seed in range(8, 300):
+def test_many_more_of_them(kind: str, tmp_path: Path) -> None:
+    for seed in range(8, 100):
         (folder := tmp_path / str(seed)).mkdir()
         storm(seed, kind, folder)
 
