@@ -205,6 +205,10 @@ class HermesParser(ToolParser):
             if self._value is not None and not (yield from self._arguments(self._value)):
                 return
             end = self._held.find(self.END)
+            begin = self._held.find(self.BEGIN) if self._has_head else -1
+            if begin >= 0 and not 0 <= end < begin:  # the mark between two calls was left out
+                self._held, self._is_call, self._is_after_call = self._held[begin:], False, True
+                continue
             if end < 0:
                 if is_over and self._has_head:
                     self._held = ""

@@ -91,6 +91,7 @@ LIST = json.dumps(
         ("hermes", hermes(*PARIS), "", [PARIS]),
         ("hermes", f"I look. {hermes(*PARIS)}\n{hermes(*NOW)}", "I look. ", [PARIS, NOW]),
         ("hermes", hermes(*PARIS)[: -len("</tool_call>")], "", [PARIS]),
+        ("hermes", hermes(*PARIS)[: -len("</tool_call>")] + hermes(*NOW), "", [PARIS, NOW]),
         ("hermes", '<tool_call>{"arguments": {}, "name": "get_time"}</tool_call>', "", [NOW]),
         ("hermes", "no call <tool_cal> at all <", "no call <tool_cal> at all <", []),
         ("hermes", hermes("nobody", {}), hermes("nobody", {}), []),
