@@ -19,7 +19,7 @@ from services.cli.client import (
     refusal,
     unreachable,
 )
-from services.cli.flags import require
+from services.cli.flags import CannotRun, require
 from services.cli.interrupts import run_interruptible
 from services.cli.receipt import receipt_table
 from shared.errors import InvalidRequest, WorkerLost
@@ -133,13 +133,15 @@ async def stream_answer(
             if response.status != 200 or response.content_type != "text/event-stream":
                 raise refusal(gateway.url, response.status, await response.content.read(1 << 16))
             async for line in response.content:
-                event = line.strip().removeprefix(b"data: ")
+                event = line.strip().removeprefix(b"data:").strip()
                 if event == b"[DONE]":
                     return
-                if event:
+                if event and line.startswith(b"data:"):  # proxies send comments to keep it open
                     has_begun = True
                     _read(orjson.loads(event), answer, show)
         raise WorkerLost("the answer broke off: the gateway has gone")
+    except orjson.JSONDecodeError:
+        raise CannotRun(f"{gateway.url} is no pdmesh gateway: its events are not JSON") from None
     except aiohttp.ClientError as error:
         if has_begun:
             raise WorkerLost("the answer broke off: the gateway has gone") from None

@@ -107,6 +107,31 @@ async def test_something_that_is_no_gateway_is_called_so() -> None:
             await said(url, HI)
 
 
+async def test_comments_between_events_are_none() -> None:
+    """As proxies send them to keep a stream open; an event that is not JSON is told in words."""
+    said_by_proxy = (
+        b": keep-alive\n\n",
+        b'data:{"choices": [{"text": "a"}]}\n\n',
+        b"data: [DONE]\n\n",
+    )
+
+    def sending(*lines: bytes) -> Any:
+        async def stream(request: web.Request) -> web.StreamResponse:
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await response.prepare(request)
+            for line in lines:
+                await response.write(line)
+            return response
+
+        return stream
+
+    async with serving(sending(*said_by_proxy)) as url:
+        assert (await said(url, {"prompt": "hi"}))[0] == "a"
+    async with serving(sending(b"data: hello\n\n")) as url:
+        with pytest.raises(CannotRun, match="not JSON"):
+            await said(url, HI)
+
+
 class serving:
     """Serve one handler for every path; gives the base URL."""
 
