@@ -13,10 +13,10 @@ import pytest
 from shared.engine.fake import FakeEngine, FakeTiming
 from shared.errors import DeadlinePassed, InvalidRequest, Overloaded, WorkerLost
 from shared.predict.step_time import attended
+from shared.request import SamplingParams
 from shared.schedule.plan import StepPlan
 from shared.worker.step_times import ProfileRange, StepTimes
 from tests.support.cores import Worker, a_sequence
-from tests.support.storm import sampled
 from tests.support.virtual_compute import VirtualCompute
 from tests.support.whole_mesh import Answer, WholeMesh, whole_mesh
 from tests.support.worker_mesh import MODEL, a_prompt, expected, virtual_time
@@ -236,7 +236,8 @@ async def test_a_killed_worker_costs_a_pause_when_there_is_another(
             await mesh.kill(victim)
         answer = asked.result()
         assert answer.error is None
-        assert answer.token_ids == sampled(prompt, 12, temperature, 3)
+        params = SamplingParams(max_tokens=12, temperature=temperature, seed=3)
+        assert answer.token_ids == expected(prompt, 12, params)
         assert answer.receipt["attempts"] == 2
 
 
