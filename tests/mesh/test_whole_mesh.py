@@ -1,6 +1,6 @@
 """The three services together under virtual time: every answer exact, whatever happens to workers.
 
-Each test is one deterministic run. The storms replay from their seed: ``-k 'storm and 4'``.
+Each test is one deterministic run.
 """
 
 from __future__ import annotations
