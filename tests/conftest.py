@@ -82,6 +82,14 @@ def pytest_collection_modifyitems(
     items.sort(key=lambda item: not is_in_slow_folder(item))
 
 
+@pytest.fixture(autouse=True)
+def logs_as_before() -> Iterator[None]:
+    """Who configures logs, as commands do, does so for its own test alone."""
+    before = structlog.get_config()
+    yield
+    structlog.configure(**before)
+
+
 @pytest.fixture
 def hears_hangup() -> Iterator[None]:
     """What a test starts hears SIGHUP, also where the tests run under ``nohup``."""

@@ -59,6 +59,8 @@ def profile(
     if config.engine == "fake":
         raise CannotRun("--engine fake computes on no machine: there is nothing to measure")
     require_worker_modules(config)
+    if output is not None:
+        _require_steps(output, measure)
     configure_logs(service="profile", level="warning", form=config.log_format)
     if output is not None:
         return _profile_steps(config, output, measure, as_json=as_json)
@@ -83,13 +85,16 @@ def profile(
     return EXIT_OK
 
 
-def _profile_steps(config: PrefillConfig, output: Path, limit_s: float, *, as_json: bool) -> int:
+def _require_steps(output: Path, limit_s: float) -> None:
     if not 1 <= limit_s <= MOST_MEASURE_S:
         raise InvalidRequest(f"--measure must be 1..{MOST_MEASURE_S} seconds")
     # With rich's bars, for which no other command shall wait.
     from services.cli.plan.view import require_writable
 
     require_writable("--output", output)
+
+
+def _profile_steps(config: PrefillConfig, output: Path, limit_s: float, *, as_json: bool) -> int:
     from shared.worker.process import profile_steps
 
     measured: list[StepProfile] = []
