@@ -221,7 +221,9 @@ def _operation(route: Route, model: ServedModel | None) -> Schema:
             for name in _PARAMETERS
             if name not in _OF_ANSWERS or route.event is not None
         ]
-        made["requestBody"] = {"required": True, "content": _json(route.body.type)}
+        # A decoder may read what is no class, so msgspec types this more widely; ours read structs.
+        body = cast("type[msgspec.Struct]", route.body.type)
+        made["requestBody"] = {"required": True, "content": _json(body)}
     if parameters:
         made["parameters"] = parameters
     return made
