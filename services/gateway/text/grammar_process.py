@@ -89,8 +89,8 @@ class GrammarProcess:
         assert child.stdout is not None
         try:
             _send(child.stdin, msgspec.json.encode((self._limit_s, grammar)))
-            # One line each way: nothing is left in our own buffer, which ``select`` does not see.
-            if not select.select([child.stdout], [], [], self._give_up_s)[0]:
+            # One line each way: nothing is left in our own buffer, which ``poll`` does not see.
+            if not _says_something(child.stdout, self._give_up_s):
                 self._end()
                 return TOO_SLOW
             return msgspec.json.decode(child.stdout.readline(), type=Verdict)
@@ -118,7 +118,7 @@ class GrammarProcess:
                 start_new_session=True,  # to be ended with its forks, and not by the terminal's ^C
             )
         assert child.stdout is not None
-        if select.select([child.stdout], [], [], STARTS_WITHIN_S)[0]:
+        if _says_something(child.stdout, STARTS_WITHIN_S):
             child.stdout.readline()  # it is there: its start does not count
         return child
 
@@ -192,6 +192,13 @@ def _answer(asked: bytes, tokenizer: object) -> bytes:
         return answer
     is_slow = os.waitstatus_to_exitcode(status) == -signal.SIGPROF
     return msgspec.json.encode(TOO_SLOW if is_slow else TOO_LARGE)
+
+
+def _says_something(pipe: IO[bytes], within_s: float) -> bool:
+    """Whether there is something to read in time, be it the end."""
+    poll = select.poll()  # ``select.select`` knows no descriptor above 1023
+    poll.register(pipe, select.POLLIN)
+    return bool(poll.poll(within_s * 1000))
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:

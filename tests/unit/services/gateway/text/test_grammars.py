@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -478,6 +479,21 @@ def test_modules_of_our_names_in_the_working_directory_are_not_ours(
     monkeypatch.chdir(tmp_path)
     with closing(GrammarProcess()) as process:
         assert process.check('start: "a"').fault == ""
+
+
+@needs_library
+def test_grammars_are_checked_beside_a_thousand_connections() -> None:
+    """The process may start when all low descriptors are taken."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        with ExitStack() as files:
+            while files.enter_context(open(os.devnull)).fileno() < 1024:
+                pass
+            with closing(GrammarProcess()) as process:
+                assert not process.check(a_grammar(PERSON)).fault
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @needs_library
