@@ -73,6 +73,17 @@ def checked_headers(headers: Headers, now: float) -> Headers | None:
     return kept
 
 
+def once(act: Callable[[], Any]) -> Callable[[], None]:
+    """Return what does it at the first call, and nothing at any other."""
+    acts = [act]
+
+    def act_once() -> None:
+        if acts:
+            acts.pop()()
+
+    return act_once
+
+
 class _CallHandler(GrpclibServerHandler):
     """The calls of one connection."""
 
@@ -86,11 +97,15 @@ class _CallHandler(GrpclibServerHandler):
             stream.reset_nowait(ErrorCodes.PROTOCOL_ERROR)
             release_stream()
             return
-        super().accept(stream, checked, release_stream)
+        release = once(release_stream)
+        super().accept(stream, checked, release)
+        call = self._tasks[stream]
+        # Reset before its first turn it never runs, and would keep its stream and what came on it.
+        call.add_done_callback(lambda _: release())
         path = dict(checked)[":path"]
         # A health check that watches is a call that never ends: a drain must not wait for it.
         if not path.startswith(_STANDARD_SERVICES):
-            self._server.started(self._tasks[stream])
+            self._server.started(call)
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:

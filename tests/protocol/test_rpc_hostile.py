@@ -14,6 +14,7 @@ from h2.events import ConnectionTerminated
 
 from shared import wire
 from shared.address import Address
+from shared.http2.connection import ConnectionLimits
 from shared.rpc.call_server import CallServer
 from shared.rpc.methods import GENERATE, TOKENIZE
 from shared.rpc.tcp import TcpNetwork
@@ -248,6 +249,24 @@ async def test_decent_cancels_are_not_counted_as_an_attack() -> None:
             else:
                 found = await client.call(client.headers(TOKENIZE.path), framed(b""))
                 assert found["grpc-status"] == "0"
+
+
+async def test_calls_reset_at_once_give_their_window_back() -> None:
+    """Calls that are reset in the instant they come keep nothing of their connection's window:
+    ten of them take twice as much as it has, and the next call is answered."""
+    network = TcpNetwork(limits=ConnectionLimits(connection_window_bytes=80_000))
+    async with echo_server(network) as (_, server), raw_client(server.address) as client:
+        async with asyncio.timeout(10):
+            for _ in range(10):
+                stream_id = client.h2.get_next_available_stream_id()
+                client.h2.send_headers(stream_id, client.headers(GENERATE.path))
+                while client.h2.local_flow_control_window(stream_id) < 16384:
+                    assert await client.read_some()
+                client.h2.send_data(stream_id, bytes(16384))
+                client.h2.reset_stream(stream_id)
+                await client.flush()
+            found = await client.call(client.headers(TOKENIZE.path), framed(b""))
+    assert found["grpc-status"] == "0"
 
 
 async def test_too_many_connections_are_turned_away() -> None:
