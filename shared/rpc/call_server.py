@@ -60,6 +60,8 @@ def checked_headers(headers: Headers, now: float) -> Headers | None:
         if name == "grpc-timeout":
             try:
                 value = repr(now + decode_timeout(value))
+            except OverflowError:
+                continue  # for ever
             except ValueError:
                 pass  # grpclib refuses the call
             else:
