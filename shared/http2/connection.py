@@ -59,7 +59,8 @@ class ConnectionLimits:
 
     After ``reset_grace`` streams, a connection of which more than half were reset within
     ``reset_within_s`` of their start is closed. keepalive_s: HTTP/2 pings; None = none (heartbeats
-    above notice a silent peer sooner, pings only clear away what is idle and dead).
+    above notice a silent peer sooner, pings only clear away what is idle and dead). close_within_s:
+    so long a closed connection may go on sending what it has.
     """
 
     max_streams: int = 4096
@@ -71,6 +72,7 @@ class ConnectionLimits:
     control_frames_per_s: int = 1000
     keepalive_s: float | None = 10.0
     keepalive_timeout_s: float = 10.0
+    close_within_s: float = 5.0
 
     def configuration(self) -> Configuration:
         """Return them in grpclib's terms."""
@@ -132,7 +134,27 @@ class GuardedStream(Stream):
 
 
 class GuardedConnection(DataConnection):
-    """Makes our streams."""
+    """Makes our streams; one that is closed is gone soon, whether or not its peer reads."""
+
+    def __init__(
+        self, h2: H2Connection, transport: Any, limits: ConnectionLimits, config: Configuration
+    ) -> None:
+        super().__init__(h2, transport, config=config)
+        self._close_within_s = limits.close_within_s
+        self._aborting: asyncio.TimerHandle | None = None
+
+    def close(self) -> None:
+        """Close the connection when all is sent, or at its limit: a peer that reads nothing would
+        keep it, and the calls on it, for ever."""
+        if hasattr(self, "_transport"):  # once
+            loop = asyncio.get_running_loop()
+            self._aborting = loop.call_later(self._close_within_s, self._transport.abort)
+        super().close()
+
+    def lost(self) -> None:
+        """Note that the transport is gone."""
+        if self._aborting is not None:
+            self._aborting.cancel()
 
     def create_stream(
         self, *, stream_id: int | None = None, wrapper: Wrapper | None = None
@@ -258,7 +280,7 @@ class GuardedProtocol(H2Protocol):
             # Nagle's algorithm would hold a token back until the one before it is acknowledged.
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.connection = self._link = GuardedConnection(
-            self._new_h2(), self._transport, config=self.config
+            self._new_h2(), self._transport, self._limits, self.config
         )
         self.connection.flush()
         self.connection.initialize()
@@ -333,6 +355,7 @@ class GuardedProtocol(H2Protocol):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self.processor.close("Connection lost")
+        self._link.lost()
         self.closed.set()
 
 

@@ -1,4 +1,4 @@
-"""Floods over real sockets: whatever a stranger sends, the log grows by a line a minute."""
+"""Floods over real sockets, in either direction: they end, and the log grows by a line a minute."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable
 
 import pytest
+from h2.settings import SettingCodes
 from hpack import Encoder
 from hyperframe.frame import DataFrame, Frame, HeadersFrame, PingFrame, PriorityFrame, SettingsFrame
 from structlog.testing import capture_logs
@@ -15,10 +16,12 @@ from structlog.testing import capture_logs
 from shared import wire
 from shared.address import Address
 from shared.http2.complaints import Complaints
+from shared.http2.connection import ConnectionLimits
 from shared.rpc.methods import GENERATE, TOKENIZE
 from shared.rpc.tcp import TcpNetwork
 from tests.support.calls import call_unary
 from tests.support.echo_service import echo_server
+from tests.support.raw_http2 import framed, raw_client
 
 NUM_FRAMES = 50_000
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + SettingsFrame(0).serialize()
@@ -76,6 +79,24 @@ async def test_a_flood_of_frames_is_one_line(frame: Callable[[], Frame]) -> None
     (line,) = lines
     assert line["event"] == "closing a connection"
     assert line["peer"] == "127.0.0.1"
+
+
+async def test_who_reads_nothing_is_gone_with_the_call_soon() -> None:
+    """A client that asks for much and reads none of it loses its connection when it leaves pings
+    unanswered, and its call is cancelled."""
+    limits = ConnectionLimits(keepalive_s=0.1, keepalive_timeout_s=0.2, close_within_s=0.1)
+    async with echo_server(TcpNetwork(limits=limits)) as (service, server):
+        async with raw_client(server.address) as client:
+            client.h2.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: (1 << 31) - 1})
+            client.h2.increment_flow_control_window(1 << 30)
+            client.h2.send_headers(1, client.headers(GENERATE.path))
+            flood_asked = bytes(wire.GenerateRequest(text="flood:1000"))
+            client.h2.send_data(1, framed(flood_asked), end_stream=True)
+            await client.flush()
+            client.writer.transport.pause_reading()
+            async with asyncio.timeout(10):
+                await service.ended.wait()
+        assert service.num_cancelled == 1
 
 
 def test_a_line_says_how_many_were_left_out() -> None:
