@@ -38,6 +38,7 @@ from h2.events import (
 )
 from h2.exceptions import ProtocolError
 from h2.settings import SettingCodes, Settings
+from hyperframe.frame import Frame, GoAwayFrame
 
 from shared.http2.complaints import Complaints
 from shared.http2.data_frames import DataConnection, bytes_for_h2
@@ -103,6 +104,17 @@ def h2_configuration(*, is_client: bool) -> H2Configuration:
         normalize_inbound_headers=False,
         normalize_outbound_headers=False,
     )
+
+
+class _ServerH2(H2Connection):
+    """A server's state machine that goes on when a client says goodbye with calls in progress."""
+
+    def _receive_goaway_frame(self, frame: GoAwayFrame) -> tuple[list[Frame], list[Event]]:
+        # h2 takes it for the end of the connection. Without an error it says that the client makes
+        # no further calls (RFC 9113, 6.8): it closes the connection when it has its answers.
+        if frame.error_code != ErrorCodes.NO_ERROR:
+            return super()._receive_goaway_frame(frame)
+        return [], [UnknownFrameReceived(frame=frame)]  # counted among control frames
 
 
 class GuardedStream(Stream):
@@ -293,9 +305,10 @@ class GuardedProtocol(H2Protocol):
         """Return the state machine with our settings in its very first frame: a peer may open its
         streams in the same instant, and must not be held to h2's defaults."""
         limits = self._limits
-        h2 = H2Connection(config=self.h2_config)
+        is_client = bool(self.h2_config.client_side)
+        h2 = (H2Connection if is_client else _ServerH2)(config=self.h2_config)
         h2.local_settings = Settings(
-            client=bool(self.h2_config.client_side),
+            client=is_client,
             initial_values={
                 SettingCodes.MAX_CONCURRENT_STREAMS: limits.max_streams,
                 SettingCodes.MAX_HEADER_LIST_SIZE: H2Connection.DEFAULT_MAX_HEADER_LIST_SIZE,

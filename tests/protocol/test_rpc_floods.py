@@ -10,7 +10,15 @@ from collections.abc import Callable
 import pytest
 from h2.settings import SettingCodes
 from hpack import Encoder
-from hyperframe.frame import DataFrame, Frame, HeadersFrame, PingFrame, PriorityFrame, SettingsFrame
+from hyperframe.frame import (
+    DataFrame,
+    Frame,
+    GoAwayFrame,
+    HeadersFrame,
+    PingFrame,
+    PriorityFrame,
+    SettingsFrame,
+)
 from structlog.testing import capture_logs
 
 from shared import wire
@@ -48,6 +56,10 @@ def priority() -> Frame:
     return PriorityFrame(1, depends_on=0, stream_weight=3)
 
 
+def goodbye() -> Frame:
+    return GoAwayFrame(0)
+
+
 def empty_data() -> Frame:
     return DataFrame(1, b"")
 
@@ -63,7 +75,7 @@ async def flood(address: Address, data: bytes) -> None:
                 pass
 
 
-@pytest.mark.parametrize("frame", [ping, settings, priority, empty_data])
+@pytest.mark.parametrize("frame", [ping, settings, priority, goodbye, empty_data])
 async def test_a_flood_of_frames_is_one_line(frame: Callable[[], Frame]) -> None:
     """Three floods of 50,000 frames end their connections and are one line of log; a decent client
     is answered afterwards."""

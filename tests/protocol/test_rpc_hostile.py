@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 from h2.errors import ErrorCodes
-from h2.events import ConnectionTerminated
+from h2.events import ConnectionTerminated, PingAckReceived
+from hyperframe.frame import GoAwayFrame
 
 from shared import wire
 from shared.address import Address
@@ -188,6 +189,30 @@ async def test_header_that_is_not_ascii_costs_the_connection(server: CallServer)
         await client.call(client.headers(TOKENIZE.path, ("x", "wörld")), framed(b""))
         while await client.read_some():
             pass
+
+
+async def test_a_client_that_says_goodbye_gets_its_answer() -> None:
+    """GOAWAY without an error lets calls in progress end well; with one it cancels them."""
+    async with echo_server(TcpNetwork()) as (service, server), raw_client(server.address) as client:
+        request = framed(bytes(wire.GenerateRequest(text="linger")))
+        for code in (ErrorCodes.NO_ERROR, ErrorCodes.PROTOCOL_ERROR):
+            stream_id = client.h2.get_next_available_stream_id()
+            client.h2.send_headers(stream_id, client.headers(GENERATE.path))
+            client.h2.send_data(stream_id, request, end_stream=True)
+            await client.flush()
+            await service.started.wait()
+            client.writer.write(GoAwayFrame(0, error_code=code).serialize())
+            client.h2.ping(b"12345678")
+            await client.flush()
+            if code is ErrorCodes.NO_ERROR:
+                while not any(isinstance(event, PingAckReceived) for event in client.events):
+                    assert await client.read_some()
+                service.released.set()
+                assert (await client.answer(stream_id))["grpc-status"] == "0"
+                service.started.clear()
+                service.released.clear()
+        assert not await client.answer(stream_id)
+    assert service.num_cancelled == 1
 
 
 async def test_random_bytes_cost_the_connection(server: CallServer) -> None:
