@@ -69,7 +69,8 @@ class _Request:
     """One answer to a request in the gateway. arrived_at: from when its time to the first token
     counts. cached: what workers have of its prompt at a time. follows: see ``arrive``. decode:
     where its last attempt was sent, None = nowhere, or to a prefill worker alone. may_be_refused:
-    no answer of the request has a token."""
+    no answer of the request has a token. waits_to_limit: in the queue until its first token is
+    late; else as long as anybody may."""
 
     key: bytes
     terms: Terms
@@ -79,6 +80,7 @@ class _Request:
     cached: Cached
     follows: bytes
     may_be_refused: bool
+    waits_to_limit: bool = False
     queued: QueuedRequest | None = None
     decode: Worker | None = None
     was_sent: bool = False
@@ -276,7 +278,10 @@ class Admission:
         if request.may_be_refused:
             # Who names a limit says how long it waits.
             due_at = request.arrived_at + request.terms.ttft_s
-            most_at = now + self._max_wait_s if self._ignores(due_at) else due_at
+            # Told once: the mode may be another when the time is up.
+            is_off = self._overload.mode is OverloadMode.OFF
+            request.waits_to_limit = not is_off and due_at < math.inf
+            most_at = due_at if request.waits_to_limit else now + self._max_wait_s
             limit_at = min(limit_at, most_at)
         if limit_at < math.inf:
             heapq.heappush(self._give_up, (limit_at, request.key))
@@ -311,9 +316,6 @@ class Admission:
                 self._line_up(other, now, was_away=False)
                 return
 
-    def _ignores(self, due_at: float) -> bool:
-        return self._overload.mode is OverloadMode.OFF or due_at == math.inf
-
     def _fill(self, now: float) -> list[Effect]:
         """Admit whoever is next, as long as there is a place."""
         effects: list[Effect] = []
@@ -343,10 +345,9 @@ class Admission:
         )
 
     def _waited_too_long(self, request: _Request, now: float) -> TurnAway:
-        due_at = request.arrived_at + request.terms.ttft_s
         if now >= request.deadline_at:
             error: MeshError | None = DeadlinePassed("the deadline passed in the queue")
-        elif not self._ignores(due_at):
+        elif request.waits_to_limit:
             waited_s = now - request.arrived_at
             # At the instant of the timer the limit is reached, and not yet missed: hence the 1 ms.
             error = late(request.terms, Forecast(waited_s + 1e-3, 0.0, waited_s))

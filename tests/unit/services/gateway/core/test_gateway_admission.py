@@ -78,6 +78,25 @@ def test_who_waits_too_long_is_refused_at_its_time() -> None:
     assert admission.statistics().refusals == {"deadline": 1, "queue_timeout": 1}
 
 
+def test_who_waits_when_early_refusal_begins_or_ends_is_refused_by_the_limit_it_came_with() -> None:
+    """The live planner changes the mode while requests wait."""
+    overload = Overload(OverloadMode.OFF)
+    admission = Admission(
+        max_running=1,
+        max_waiting=2,
+        max_wait_s=2.0,
+        overload=overload,
+        sides=lambda: Sides([], [], []),
+    )
+    admission.arrive(b"a", 0.0)
+    admission.arrive(b"b", 0.0, terms=Terms(ttft_s=60.0))
+    overload.mode = OverloadMode.EARLY
+    assert refused(admission.tick(2.0)) == (b"b", "queue_timeout")
+    admission.arrive(b"c", 3.0, terms=Terms(ttft_s=1.0))
+    overload.mode = OverloadMode.OFF
+    assert refused(admission.tick(4.0)) == (b"c", "slo_ttft")
+
+
 def test_who_leaves_the_queue_frees_no_place() -> None:
     """A place is freed by who ran; who left is not admitted."""
     admission = an_admission()
