@@ -18,6 +18,7 @@ import structlog
 
 from services.gateway.core.lifecycle import Lifecycle
 from services.gateway.workers import peers
+from services.gateway.workers.registry import NO_REPORT_S
 from services.gateway.workers.session import RequestShell
 from shared import log, wire
 from shared.config import MESH_PORT, DecodeConfig, GatewayConfig, PrefillConfig
@@ -269,6 +270,34 @@ async def test_a_silent_worker_is_replaced_after_its_heartbeats_stop(role: str) 
         assert answer.token_ids == expected(prompt, 12)
         assert answer.receipt["attempts"] == 2
         assert loop.time() - hung_at < DEAD_AFTER_S + 2.0
+        await mesh.kill(hung)
+
+
+@virtual_time
+async def test_a_host_that_stood_still_takes_nobodys_silence_for_a_loss() -> None:
+    """All of the mesh was stopped and goes on (a virtual machine, a container): no attempt ends."""
+    async with whole_mesh(timing=SLOW) as mesh:
+        loop: Any = asyncio.get_running_loop()
+        async with asyncio.TaskGroup() as tasks:
+            asked = tasks.create_task(mesh.ask(a_prompt(20), 100))
+            await asyncio.sleep(0.5)
+            loop._jumping.now += 30.0  # time passes, nothing runs
+        answer = asked.result()
+        assert answer.error is None
+        assert answer.token_ids == expected(a_prompt(20), 100)
+        assert answer.receipt["attempts"] == 1
+
+
+@virtual_time
+async def test_a_silent_worker_is_a_member_for_six_seconds() -> None:
+    """Its session tells sooner that it is not usable; then its place is another's."""
+    async with whole_mesh(num_decode=2) as mesh:
+        loop = asyncio.get_running_loop()
+        hung, table = mesh.decodes[0], mesh.gateways[0].members.table
+        mesh.network.fabric.partition(hung.host, "gateway-0")
+        hung_at = loop.time()
+        await mesh.until(lambda: table.get(hung.incarnation) is None)
+        assert NO_REPORT_S - 0.5 <= loop.time() - hung_at <= NO_REPORT_S + 0.1
         await mesh.kill(hung)
 
 

@@ -19,6 +19,7 @@ from shared.address import is_host
 from shared.errors import IncompatiblePeer, Overloaded, RemoteProtocolError, ShuttingDown
 from shared.home import Home
 from shared.ids import Incarnation
+from shared.liveness import Liveness, LivenessRule, PeerState
 from shared.messages import codec
 from shared.messages.kv_codec import kv_from_wire
 from shared.messages.status_codec import StatusReader
@@ -27,10 +28,12 @@ from shared.rpc.service import FIRST_MESSAGE_S, ServerStream, Servicer, bind
 from shared.runtime.groups import TaskGroup, plain_errors
 
 MAX_WORKERS = PLACES
-"""Workers of one gateway; each costs it a connection and two tasks."""
+"""Workers of one gateway; each costs it a connection and three tasks."""
 
 NO_REPORT_S = 6.0
 """A worker's session tells sooner that it is gone; this ends the membership of one without."""
+
+_RULE = LivenessRule(interval_s=2.0, suspect_after_s=4.0, dead_after_s=NO_REPORT_S)
 
 JoinStream = ServerStream[Any, Any]
 
@@ -71,24 +74,36 @@ class Registry:
             await stream.send(wire.GatewayDirective(refused=codec.error_to_wire(error)))
             return
         reason = "its join stream ended"
+        heard = Liveness(asyncio.get_running_loop().time(), _RULE)
         try:
             await stream.send(wire.GatewayDirective(hello=self._hello))
             with plain_errors():
                 async with TaskGroup() as tasks:
                     teller = tasks.create_task(self._tell(stream, worker))
-                    reason = await self._read(stream, worker)
+                    reader = tasks.create_task(self._read(stream, worker, heard))
+                    reason = await self._end_of(reader, heard)
                     teller.cancel()
         finally:
             self._members.leave(worker, reason)
 
-    async def _read(self, stream: JoinStream, worker: Worker) -> str:
+    async def _end_of(self, reader: asyncio.Task[str], heard: Liveness) -> str:
+        """Return why a worker's stream is over: what its reader says, or that it is silent."""
+        loop = asyncio.get_running_loop()
+        while not reader.done():
+            if heard.state(now := loop.time()) is PeerState.DEAD:
+                reader.cancel()
+                return f"no report for {NO_REPORT_S:g} s"
+            at = heard.next_check_at(now)
+            await asyncio.wait([reader], timeout=at - now)
+            # This loop may have stood still itself: what it has not read is no silence.
+            heard.slept(at, loop.time())
+        return reader.result()
+
+    async def _read(self, stream: JoinStream, worker: Worker, heard: Liveness) -> str:
         reader, incarnation = StatusReader(), worker.incarnation
         while True:
-            try:
-                async with asyncio.timeout(NO_REPORT_S):
-                    report = await stream.receive()
-            except TimeoutError:
-                return f"no report for {NO_REPORT_S:g} s"
+            report = await stream.receive()
+            heard.heard(asyncio.get_running_loop().time())
             if report is None:
                 return "it left"
             known = self._members.table.get(incarnation)
