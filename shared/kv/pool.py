@@ -29,12 +29,14 @@ class BlockTable:
     numbers: a step copies the tables of all its rows, and would else read every number as an object
     somewhere in memory.
     num_hit_tokens: leading tokens whose KV was found in the prefix cache: shared, read-only.
+    is_copy: see ``BlockPool.hold``.
     """
 
     blocks: array[int]
     num_hit_tokens: int
     num_published: int
     is_released: bool = False
+    is_copy: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,15 +191,18 @@ class BlockPool:
         return self._hold(self._hits(chain, tokens, len(tokens)))
 
     def hold(self, blocks: Sequence[int]) -> BlockTable:
-        """Hold cached blocks, each for itself, for who copies them elsewhere."""
+        """Hold cached blocks, each for itself, for who copies them elsewhere. That is no use of
+        them: those that are idle stay so, in their order, and are not evicted meanwhile."""
         if any(block not in self._cache for block in blocks):
             raise LocalProtocolError("only cached blocks can be held for a copy")
-        return self._hold(blocks)
+        for block in blocks:
+            self._cache.begin_copy(block)
+            self._allocator.share(block)
+        return BlockTable(array("i", blocks), 0, num_published=len(blocks), is_copy=True)
 
     def _hold(self, hits: Sequence[int]) -> BlockTable:
         for block in hits:
-            if self._cache.is_idle(block):
-                self._cache.set_held(block)
+            self._cache.set_held(block)
             self._allocator.share(block)
         num_hit_tokens = len(hits) * self.block_size
         return BlockTable(array("i", hits), num_hit_tokens, num_published=len(hits))
@@ -240,10 +245,13 @@ class BlockPool:
         self._require_live(table)
         table.is_released = True
         for block in reversed(table.blocks):
-            # Others still share it.
-            if self._allocator.drop(block) > 0:
+            num_left = self._allocator.drop(block)
+            if table.is_copy:
+                self._cache.end_copy(block)
+            # Others still share it; or who copied it held it alone, and it was idle all the while.
+            elif num_left > self._cache.num_copies(block):
                 continue
-            if block in self._cache:
+            elif block in self._cache:
                 self._cache.set_idle(block)
             else:
                 self._allocator.put_back(block)

@@ -2,7 +2,9 @@
 and no tokens.
 
 Only full, computed blocks come in (``BlockPool.publish`` sees to it). A cached block that nobody
-holds is *idle* and may be evicted, the one idle longest first.
+holds is *idle* and may be evicted, the one idle longest first. While one is copied elsewhere it is
+not, and keeps its place: else copies, which take what a prompt begins with first, would have that
+evicted before what continues it.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ class PrefixCache:
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
         self._idle: dict[int, None] = {}  # a dict is an ordered set
+        self._num_copies: dict[int, int] = {}  # of blocks that are being copied
+        self._num_idle_copied = 0
         self.listeners: list[KvListener] = []
         self.on_idle: OnIdle | None = None
 
@@ -31,16 +35,20 @@ class PrefixCache:
 
     @property
     def num_idle(self) -> int:
-        """Cached blocks that nobody holds."""
-        return len(self._idle)
+        """Cached blocks that nobody holds or copies."""
+        return len(self._idle) - self._num_idle_copied
 
     def idle_blocks(self) -> Iterator[int]:
         """Idle blocks, the next to be evicted first."""
-        return iter(self._idle)
+        return (block for block in self._idle if block not in self._num_copies)
 
     def is_idle(self, block: int) -> bool:
-        """Whether the block is cached and nobody holds it."""
-        return block in self._idle
+        """Whether the block is cached and nobody holds or copies it."""
+        return block in self._idle and block not in self._num_copies
+
+    def num_copies(self, block: int) -> int:
+        """Return how many copies of the block are being made."""
+        return self._num_copies.get(block, 0)
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
         """Return the blocks of the longest cached prefix of the chain. Changes nothing, not even
@@ -70,16 +78,32 @@ class PrefixCache:
     def set_idle(self, block: int) -> None:
         """Nobody holds the cached block any more: it becomes the last to be evicted."""
         self._idle[block] = None
+        self._num_idle_copied += block in self._num_copies
         if self.on_idle is not None:
             self.on_idle(block)
 
     def set_held(self, block: int) -> None:
-        """Somebody holds the idle block again."""
-        del self._idle[block]
+        """Somebody holds the cached block, which may have been idle."""
+        if block in self._idle:
+            del self._idle[block]
+            self._num_idle_copied -= block in self._num_copies
+
+    def begin_copy(self, block: int) -> None:
+        """Keep the cached block from being evicted; if it is idle, where it stands."""
+        if block not in self._num_copies:
+            self._num_idle_copied += block in self._idle
+        self._num_copies[block] = self.num_copies(block) + 1
+
+    def end_copy(self, block: int) -> None:
+        """A copy is over: after the last one the block may be evicted when its turn comes."""
+        self._num_copies[block] -= 1
+        if not self._num_copies[block]:
+            del self._num_copies[block]
+            self._num_idle_copied -= block in self._idle
 
     def evict(self) -> int:
         """Forget the block that has been idle longest and return it."""
-        block = next(iter(self._idle))
+        block = next(self.idle_blocks())
         del self._idle[block]
         key = self._hash_of.pop(block)
         del self._block_of[key]
@@ -96,3 +120,5 @@ class PrefixCache:
             )
         if any(block not in self._hash_of for block in self._idle):
             raise InvariantViolated("prefix cache: an idle block is not cached")
+        if self._num_idle_copied != sum(block in self._idle for block in self._num_copies):
+            raise InvariantViolated("prefix cache: idle blocks that are copied are counted wrong")

@@ -211,6 +211,9 @@ class TierMoves:
             self._release(table)
         stored = self._metrics.tier_stored.labels(level.name)
         (stored if is_written else lost).inc(len(moves))
+        if not is_written:  # again later, as far as they are still there
+            for move in moves:
+                level.queue.idle(move.block)
         return True
 
     def _release(self, table: BlockTable) -> None:

@@ -453,7 +453,7 @@ def test_who_dies_while_blocks_are_copied_leaves_nothing_wrong(
 
 
 @pytest.mark.parametrize("has_dram", [False, True])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, 3])  # under which disks of either kind are read
 def test_a_storm_gives_no_wrong_token(seed: int, has_dram: bool, tmp_path: Path) -> None:
     """Conversations that share beginnings, in a pool, memory and files too small for them; cancels,
     slow disks, refused writes, damaged files, workers killed and started anew on the files: every

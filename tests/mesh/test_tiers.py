@@ -73,6 +73,20 @@ async def test_what_was_evicted_comes_back_from_memory() -> None:
 
 
 @virtual_time
+async def test_copies_leave_a_prompt_s_beginning_in_the_pool() -> None:
+    """With memory below it the pool gives up no more of a prompt than without, and from the end."""
+    first, second = a_prompt(1024, seed=1), a_prompt(900, seed=2)
+    for memory in (0, 1 << 24):
+        settings: dict[str, Any] = {"prefill_blocks": 96, "prefill": {"dram_cache": memory}}
+        async with worker_mesh(decode_blocks=256, **settings) as mesh:
+            for prompt in (first, second):
+                assert await answered(mesh.start(prompt), prompt) == 0
+                await settled(mesh)
+            pool = mesh.prefills[0].pool
+            assert pool.num_cached_tokens(pool.new_chain(), first, 1024) == 624
+
+
+@virtual_time
 async def test_a_copy_that_fails_ends_the_worker() -> None:
     """A device that is lost while blocks go down is no cache that quietly does nothing."""
     async with worker_mesh(**SMALL) as mesh:

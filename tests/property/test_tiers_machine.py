@@ -31,6 +31,7 @@ class TierMachine(RuleBasedStateMachine):
         self.told: set[bytes] = set()
         self.stores: list[tuple[BlockTable, bytes, int]] = []
         self.loads: list[tuple[BlockTable, list[bytes], list[int], list[int]]] = []
+        self.prompts: list[BlockTable] = []
 
     @initialize(policy=st.sampled_from(list(CachePolicy)))
     def choose(self, policy: CachePolicy) -> None:
@@ -43,7 +44,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(tokens=TOKENS)
     def run_a_prompt(self, tokens: list[int]) -> None:
-        """It takes what is cached, computes the rest, and ends."""
+        """It takes what is cached, and computes the rest."""
         chain = self.pool.new_chain()
         table = self.pool.acquire(chain, tokens, len(tokens), max_hit_tokens=len(tokens))
         if table is None:
@@ -56,7 +57,13 @@ class TierMachine(RuleBasedStateMachine):
                 assert self.block_bytes[block] == key
             self.block_bytes[block] = key
         self.pool.publish(table, chain, tokens, len(tokens))
-        self.pool.release(table)
+        self.prompts.append(table)
+
+    @rule(idx=st.integers(0, 3))
+    def end_a_prompt(self, idx: int) -> None:
+        """Its blocks are idle, those that are being copied, too."""
+        if idx < len(self.prompts):
+            self.pool.release(self.prompts.pop(idx))
 
     @rule(most=st.integers(1, 3))
     def begin_stores(self, most: int) -> None:
@@ -114,7 +121,10 @@ class TierMachine(RuleBasedStateMachine):
         if not hasattr(self, "tier"):
             return
         self.tier.check_integrity()
-        self.pool.check_integrity([it[0] for it in (*self.stores, *self.loads)])
+        tables = [it[0] for it in (*self.stores, *self.loads)]
+        self.pool.check_integrity([*self.prompts, *tables])
+        stats = self.pool.statistics()
+        assert stats.num_free + stats.num_idle + stats.num_held == NUM_BLOCKS
         moving = {key for _, key, _ in self.stores}
         moving |= {key for _, found, _, _ in self.loads for key in found}
         assert self.tier.num_moving == len(moving)
@@ -127,6 +137,8 @@ class TierMachine(RuleBasedStateMachine):
             self.end_store(0, True)
         while self.loads:
             self.end_load(0, False)
+        while self.prompts:
+            self.end_a_prompt(0)
         if hasattr(self, "tier"):
             self.all_is_accounted_for()
         assert self.pool.num_available == NUM_BLOCKS

@@ -207,6 +207,39 @@ def test_being_found_again_makes_a_prefix_young() -> None:
     assert hit_tokens(pool, range(100, 104)) == 0
 
 
+def test_a_copy_is_no_use() -> None:
+    """Blocks that were copied go in the order in which they were last used: what a prompt begins
+    with, which is copied first, after what continues it."""
+    pool = BlockPool(4, 4)
+    pool.release(a_table(pool, range(12)))
+    for block in (0, 1, 2):
+        pool.release(pool.hold([block]))
+    a_table(pool, range(200, 208))
+    assert pool.num_cached_tokens(pool.new_chain(), range(12), 12) == 8
+
+
+def test_what_is_copied_is_not_evicted() -> None:
+    """It is nobody's room before the copy is over, whoever uses the block meanwhile."""
+    pool = BlockPool(2, 4)
+    pool.release(a_table(pool, range(8)))
+    copies = [pool.hold([0, 1]), pool.hold([1])]
+    assert pool.num_available == 0
+    assert pool.acquire(pool.new_chain(), range(100, 104), 4, max_hit_tokens=0) is None
+    again = pool.acquire(pool.new_chain(), range(8), 8, max_hit_tokens=8)
+    assert again is not None
+    assert again.num_hit_tokens == 8
+    pool.check_integrity([*copies, again])
+    pool.release(copies[0])
+    pool.release(again)
+    pool.check_integrity(copies[1:])
+    assert pool.num_available == 1
+    a_table(pool, range(100, 104))
+    pool.release(copies[1])
+    assert pool.num_available == 1
+    assert pool.num_cached_tokens(pool.new_chain(), range(8), 8) == 0
+    pool.check_integrity()
+
+
 def test_a_newcomer_does_not_evict_what_it_is_about_to_use() -> None:
     """Idle blocks of the hit are taken out of the room before new ones are counted."""
     pool = BlockPool(2, 4)
