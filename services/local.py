@@ -269,7 +269,10 @@ class LocalMesh:
         try:
             while True:
                 started_at = loop.time()
-                await self._run_once(service)
+                try:
+                    await self._run_once(service)
+                except OSError as error:  # no memory, descriptors or process ids for one more
+                    service.error = f"its process cannot be started: {error.strerror}"
                 if self._stopping.is_set() or service.is_retired:
                     return
                 self._enter(service, Phase.CRASHED)

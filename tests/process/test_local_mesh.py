@@ -3,6 +3,8 @@ whatever ends them leaves nothing behind."""
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import os
 import signal
 from pathlib import Path
@@ -22,6 +24,7 @@ from services.local import (
 )
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig
 from shared.errors import WorkerLost
+from shared.runtime.child import child_process
 from tests.support.command import LIMIT_S, has_ended, pdmesh
 
 pytestmark = [pytest.mark.process, pytest.mark.ucx]
@@ -268,3 +271,29 @@ async def test_an_error_in_the_block_stops_the_mesh_and_comes_out_plain(tmp_path
         await lose_a_worker()
     assert worker.exit_code == -signal.SIGKILL
     assert is_reaped(services)
+
+
+async def test_a_machine_that_has_no_room_for_a_process_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A limit of process ids, or of memory, at a restart: the mesh lives on, and so does what it
+    has in hand."""
+    services = a_plan()
+    worker = services[2]
+    refused: list[str] = []
+
+    def child(module: str, env: dict[str, str], output: int) -> Any:
+        if worker.num_restarts == 1 and not refused:
+            refused.append(module)
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return child_process(module, env, output)
+
+    monkeypatch.setattr("services.local.child_process", child)
+    async with local_mesh(services, log=tmp_path / "log") as mesh:
+        os.kill(worker.pid, signal.SIGKILL)
+        async with asyncio.timeout(LIMIT_S):
+            while worker.num_restarts < 2 or worker.phase is not Phase.READY:
+                await asyncio.sleep(0.05)
+        await wait_for_pair(mesh.http_url, LIMIT_S)
+        assert (await chat(mesh.http_url))["choices"]
+    assert refused == ["services.decode"]
