@@ -79,11 +79,11 @@ async def test_a_limit_that_the_cache_keeps_is_no_reason_to_refuse() -> None:
         prompt = a_prompt(4 * UNIT, seed=1)
         for seed in range(2, 5):  # workers learn how long their steps take
             await ask(mesh, a_prompt(2 * UNIT, seed=seed))
-        refused = await mesh.ask(prompt, 4, ttft_ms=300.0)
+        refused = await mesh.ask(prompt, 4, terms={"ttft_ms": 300.0})
         assert isinstance(refused.error, WouldBeLate)
         await ask(mesh, prompt)
         await asyncio.sleep(1.0)
-        answer = await mesh.ask(prompt, 4, ttft_ms=300.0)
+        answer = await mesh.ask(prompt, 4, terms={"ttft_ms": 300.0})
         assert answer.error is None
         assert answer.receipt["ttft_s"] < 0.3
         (hot,) = mesh.gateways[0].members.prefixes.hottest(9)

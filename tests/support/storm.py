@@ -15,7 +15,7 @@ from typing import Any, get_args
 from services.gateway.limits import seed_of_choice
 from shared.bounds import OverloadName, RoutingPolicyName
 from shared.engine.fake import FakeModel, FakeTiming
-from shared.errors import MeshError, Overloaded, WorkerLost, WouldBeLate
+from shared.errors import DeadlinePassed, MeshError, Overloaded, WorkerLost, WouldBeLate
 from shared.messages.columns import pack_u32
 from shared.request import SamplingParams
 from tests.support.fake_reference import fake_answer
@@ -30,6 +30,18 @@ NUM_CLIENTS = 30
 
 MAX_TOKENS = 280
 """Of a prompt and its answer: the smallest pool holds one, and no more."""
+
+TENANTS = ("red", "green", "blue")
+
+TENANTS_TOML = """
+[tenants.red]
+weight = 9
+[tenants.green]
+max_running = 2
+[tenants.blue]
+ttft_ms = 2000.0
+tpot_ms = 500.0
+"""
 
 PATIENCE_S = 300.0
 """Of a client; whoever runs out of it was forgotten by somebody."""
@@ -57,6 +69,7 @@ class Storm:
         self._seed = seed
         self._chance = chance = random.Random(f"{kind}/{seed}")
         self._model = FakeModel(max_model_len=2048, eos_every=chance.choice([0, 0, 25]))
+        self._keys = chance.choice([(), (), TENANTS])
         self._roots = [a_prompt(chance.randrange(20, 120), seed=it) for it in range(3)]
         prefill = _a_worker(chance, folder / "prefill")
         decode = _a_worker(chance, folder / "decode")
@@ -68,7 +81,7 @@ class Storm:
             "num_gateways": chance.choice([1, 1, 2, 3]),
             "num_prefill": 0 if kind == "colocated" else chance.choice([1, 2, 2, 3]),
             "num_decode": chance.choice([1, 2, 2, 3]),
-            "gateway": _a_gateway(chance),
+            "gateway": _a_gateway(chance) | self._doors(folder),
             "prefill": prefill,
             "decode": decode,
             "timing": FakeTiming(
@@ -76,6 +89,15 @@ class Storm:
                 prefill_token_s=chance.choice([2e-5, 5e-4, 1e-3]),
             ),
         }
+
+    def _doors(self, folder: Path) -> dict[str, Any]:
+        """The gateway's flags that tell tenants apart."""
+        if not self._keys:
+            return {}
+        digests = {name: hashlib.sha256(name.encode()).hexdigest() for name in TENANTS}
+        (folder / "keys").write_text("".join(f"{it}:{digests[it]}\n" for it in TENANTS))
+        (folder / "tenants.toml").write_text(TENANTS_TOML)
+        return {"api_keys": folder / "keys", "tenants": folder / "tenants.toml"}
 
     async def run(self) -> None:
         """The storm, and what is left after it."""
@@ -96,7 +118,7 @@ class Storm:
             await mesh.until(lambda: all(it.members.table.sides.num_pairs for it in gateways))
             await asyncio.sleep(5.0)  # until nobody is thought to be silent any more
             for gateway in gateways:
-                await self._ask(gateway, must_answer=True)
+                await self._ask(gateway)
             for worker in mesh.workers:
                 for level in worker.worker.tiers.levels if worker.worker.tiers else ():
                     level.tier.check_integrity()
@@ -111,13 +133,25 @@ class Storm:
         await asyncio.sleep(chance.uniform(0, 7))
         gateway = chance.choice([it for it in self._mesh.gateways if it.lives])
         leave_after = chance.choice([None, None, None, None, None, 1, 4])
-        ttft_ms = chance.choice([None, None, None, None, 50.0, 500.0, 3000.0])
-        said = await self._ask(gateway, leave_after=leave_after, ttft_ms=ttft_ms)
+        terms = {
+            "ttft_ms": chance.choice([None, None, None, None, 50.0, 500.0, 3000.0]),
+            "tpot_ms": chance.choice([None, None, None, None, 10.0, 100.0]),
+            "priority": chance.choice([None, None, None, 0, 7]),
+            "cache_salt": chance.choice(["", "", "a", "b"]),
+        }
+        timeout_s = chance.choice([*[PATIENCE_S] * 8, 0.2, 3.0])
+        said = await self._ask(gateway, terms, leave_after=leave_after, timeout_s=timeout_s)
         self.history.update(f"{number} {said}".encode())
 
     async def _ask(
-        self, gateway: RunningGateway, *, must_answer: bool = False, **how: float | None
+        self,
+        gateway: RunningGateway,
+        terms: dict[str, Any] | None = None,
+        *,
+        leave_after: int | None = None,
+        timeout_s: float = PATIENCE_S,
     ) -> str:
+        """Have one answer, checked. terms: whoever brings none must be answered."""
         chance, mesh = self._chance, self._mesh
         root = chance.choice(self._roots) if chance.random() < 0.5 else []
         prompt = root + a_prompt(chance.randrange(1, 120), seed=chance.randrange(5))
@@ -126,20 +160,26 @@ class Storm:
         right, _ = fake_answer(prompt, sampling, model=self._model)
         if "stop_token_ids" in params:
             params["stop_token_ids"] = pack_u32(params["stop_token_ids"])
+        key = {"authorization": f"Bearer {chance.choice(self._keys)}"} if self._keys else None
         answer = await mesh.ask(
             prompt,
             params.pop("max_tokens"),
             gateway=mesh.gateways.index(gateway),
-            timeout_s=PATIENCE_S,
-            **how,  # type: ignore[arg-type]
+            terms=terms,
+            metadata=key,
+            leave_after=leave_after,
+            timeout_s=timeout_s,
             **params,
         )
         assert answer.token_ids == right[: len(answer.token_ids)]
         if answer.error is None:
-            assert answer.token_ids == right or how.get("leave_after") is not None
+            assert answer.token_ids == right or leave_after is not None
         elif gateway.lives and not gateway.stop.is_set():
-            assert not must_answer, answer.error
-            assert isinstance(answer.error, WorkerLost | Overloaded | WouldBeLate), answer.error
+            assert terms is not None, answer.error
+            allowed = WorkerLost | Overloaded | WouldBeLate
+            if timeout_s < PATIENCE_S:
+                allowed |= DeadlinePassed
+            assert isinstance(answer.error, allowed), answer.error
         return str(answer)
 
     # --- what befalls them -----------------------------------------------------------------------

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import json
 import random
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,25 +99,28 @@ class WholeMesh:
         *,
         gateway: int = 0,
         timeout_s: float | None = None,
-        ttft_ms: float | None = None,
+        terms: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, str] | None = None,
         leave_after: int | None = None,
         on_token: Callable[[Answer], object] | None = None,
         **params: Any,
     ) -> Answer:
         """Ask for one answer, as a client does; its failure is in ``error``.
 
-        leave_after: hang up after so many tokens.
+        terms: fields of the request beside its params. leave_after: hang up after so many tokens.
         """
         answer = Answer()
         loop = asyncio.get_running_loop()
         request = wire.GenerateRequest(
             token_ids=pack_u32(prompt),
             params=wire.GenerateParams(max_tokens=max_tokens, **{"temperature": 0.0, **params}),
-            ttft_ms=ttft_ms,
+            **(terms or {}),
         )
         async with self.network.at("client").channel(self.gateways[gateway].address) as channel:
             try:
-                async with open_stream(channel, GENERATE, timeout_s=timeout_s) as stream:
+                async with open_stream(
+                    channel, GENERATE, timeout_s=timeout_s, metadata=metadata
+                ) as stream:
                     await stream.send(request, end=True)
                     async for reply in stream:
                         assert reply.first_index == len(answer.token_ids), "an index is missing"
