@@ -24,6 +24,9 @@ DEFAULT_URL: Final = "http://127.0.0.1:8000"
 CONNECT_WITHIN_S: Final = 10.0
 ANSWERS_WITHIN_S: Final = 10.0
 
+_FIELDS: Final = {"/v1/models": "data", "/cluster": "workers"}
+"""A list that the answer at a path has, whoever asks."""
+
 _GATEWAY: Final = Group("Gateway", sort_key=2)
 
 
@@ -120,11 +123,13 @@ class RunningGateway:
                 body = await response.read()
                 if response.status != 200:
                     raise refusal(self.url, response.status, body)
-                return orjson.loads(body)
+                return _told(path, orjson.loads(body))
         except (aiohttp.ClientError, TimeoutError) as error:  # some are a ValueError as well
             raise unreachable(self.url, error) from None
         except ValueError:
-            raise CannotRun(f"{self.url} is no pdmesh gateway: {path} is not JSON there") from None
+            raise CannotRun(
+                f"{self.url} is no pdmesh gateway: {path} says something else there"
+            ) from None
 
     async def ask(self, path: str, *, limit_s: float = ANSWERS_WITHIN_S) -> Any:
         """``get`` over a session of its own."""
@@ -133,6 +138,18 @@ class RunningGateway:
 
 
 LOCAL_GATEWAY: Final = RunningGateway()
+
+
+def _told(path: str, answer: Any) -> Any:
+    """Return the answer. Raises ValueError: another server's."""
+    if field := _FIELDS.get(path):
+        try:
+            listed: object = answer[field]
+        except (LookupError, TypeError):
+            listed = None
+        if not isinstance(listed, list):
+            raise ValueError(field)
+    return answer
 
 
 class GatewayRefused(MeshError):

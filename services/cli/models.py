@@ -32,5 +32,6 @@ def models(
     table.add_column("model")
     table.add_column("longest context", justify="right")
     for model in answer["data"]:
-        table.add_row(str(model["id"]), f"{model.get('max_model_len', 0):,} tokens")
+        length = model.get("max_model_len")  # other servers may leave it out
+        table.add_row(str(model.get("id")), f"{length:,} tokens" if length else "not said")
     Console(highlight=False, soft_wrap=True).print(table)

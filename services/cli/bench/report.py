@@ -117,13 +117,15 @@ def write_report(
     folder: Path,
     beside: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Write the three files into a folder that exists, over older ones. beside: requests of other
-    reports, drawn into the same picture."""
+    """Write the three files into a folder that exists, over older ones; without a request,
+    report.json alone. beside: requests of other reports, drawn into the same picture."""
     slo = Slo(**report["slo"])
     runs = [run for run in runs if run.records]
     text = orjson.dumps(report, default=str, option=orjson.OPT_INDENT_2)
     (folder / "report.json").write_bytes(text + b"\n")
     rows = [_row(number, run, one, slo) for number, run in enumerate(runs) for one in run.records]
+    if not rows:
+        return
     with (folder / "requests.csv").open("w", newline="", encoding="utf-8") as file:
         table = csv.DictWriter(file, rows[0])
         table.writeheader()

@@ -194,8 +194,8 @@ def fleet(
             assert found.run is not None
             explain(flags.variant(rate=found.run.rate), found.run, found.explained)
     facts = _facts(flags, price, found, len(offers))
-    if output is not None and found.run is not None:
-        report_files(flags, [found.run], output, facts)
+    if output is not None and found.search.tried:
+        report_files(flags, [found.run] if found.run else [], output, facts)
         points = [(one.cost, rate, str(one.shape)) for one, rate in found.search.tried]
         draw_lines(
             output / "cost.svg",

@@ -124,7 +124,8 @@ def distserve_placement(
     attains = bool(ranked and ranked[0].rate_per_gpu)
     impossible: list[str] = []
     if kept.is_whole and not attains:
-        impossible = unmeetable(slo, placer.alone(candidates), target)
+        with kept:
+            impossible = unmeetable(slo, placer.alone(candidates), target)
     if as_json:
         told = [
             {

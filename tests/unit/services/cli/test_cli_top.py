@@ -174,8 +174,15 @@ def test_the_key_comes_from_its_variable(
 def test_something_that_is_no_gateway_is_called_so(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Pages, and statuses without our errors."""
-    for stub in (StubGateway({}), StubGateway({"/cluster": "<html>", "/v1/models": "<html>"})):
-        with stub as gateway:
+    """Pages, JSON of another form, and statuses without our errors."""
+    bodies: list[Any] = ["<html>", {}, [], {"data": None, "workers": 3}]
+    for answers in ({}, *({"/cluster": it, "/v1/models": it} for it in bodies)):
+        with StubGateway(answers) as gateway:
             assert main([*command.split(), "--url", gateway.url]) == 1
             assert "is no pdmesh gateway" in capsys.readouterr().err
+
+
+def test_models_of_another_server_need_no_context(capsys: pytest.CaptureFixture[str]) -> None:
+    with StubGateway({"/v1/models": {"data": [{"id": "m", "max_model_len": None}]}}) as gateway:
+        assert main(["models", "--url", gateway.url]) == 0
+    assert "not said" in capsys.readouterr().out

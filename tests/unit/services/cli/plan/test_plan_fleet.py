@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 
 from services.cli import main
 from services.cli.bench.report import read_rows
-from services.cli.plan import explain
+from services.cli.interrupts import EXIT_INTERRUPTED
+from services.cli.plan import explain, fleet
 from services.cli.plan.explain import goodput
 from services.cli.plan.fleet import FleetFlags
 from services.cli.plan.sim_flags import SimFlags
@@ -41,6 +43,28 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
 
 def bounds() -> dict[Unit, Any]:
     return {Unit(): worker_bound(TIMES, 60_000, LENGTHS, token_budget=2048, max_running=16)}
+
+
+def test_ctrl_c_amid_the_search_leaves_what_was_tried_in_the_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def interrupted(
+        offers: Any, rate: float, attains: Callable[[MeshShape], bool], search: Search
+    ) -> None:
+        def tried(shape: MeshShape) -> bool:
+            if search.tried:
+                raise KeyboardInterrupt
+            return attains(shape)
+
+        cheapest(offers, rate, tried, search)
+
+    monkeypatch.setattr(fleet, "cheapest", interrupted)
+    given = ["--rate", "1", "--device", "h100", "--model", "llama-3-8b", *QUICK]
+    assert main(["plan", "fleet", *given, "--output", str(tmp_path)]) == EXIT_INTERRUPTED
+    plan = json.loads((tmp_path / "report.json").read_text())["plan"]
+    assert len(plan["tried"]) == 1
+    assert not plan["is_whole"]
+    assert plan["tried"][0]["mesh"] in (tmp_path / "cost.svg").read_text()
 
 
 def test_bounds_are_full_batches_for_ever() -> None:
