@@ -151,7 +151,8 @@ class GlmParser(XmlParser):
 
     BEGINS = ("<tool_call>",)
     HEAD = re.compile(r"<tool_call>\s*([A-Za-z0-9_.-]+)(?:\\n|\s)*(?=<)")
-    KEY = re.compile(r"<arg_key>\s*([^<>]+?)\s*</arg_key>(?:\\n|\s)*<arg_value>")
+    # Of one text one reading: three neighbours that each take spaces cost the cube of their number.
+    KEY = re.compile(r"<arg_key>\s*([^<>\s](?:[^<>]*[^<>\s])?)\s*</arg_key>(?:\\n|\s)*<arg_value>")
     ENDS = ("</arg_value>", "</tool_call>")
     CLOSES = ("</tool_call>",)
 

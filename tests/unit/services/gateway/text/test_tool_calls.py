@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -356,6 +357,16 @@ def test_marks_as_models_also_write_them(family: Any, text: str) -> None:
     """Without line ends, without the first mark, without a value's own end."""
     due = {"note": None, "city": "Oslo"} if "note" in text else {"city": "Oslo"}
     require(lambda: PARSERS[family](TOOLS), text, "", [("weather", due)])
+
+
+@pytest.mark.parametrize("begin", ["", "a", "a </arg_key>"])
+def test_spaces_without_end_are_read_at_once(begin: str) -> None:
+    """Each token of a model that writes nothing else would hold up all other answers."""
+    parser = PARSERS["glm45"]({"f": {}})
+    parser.feed("<tool_call>f\n<arg_key>" + begin)
+    began_at = time.process_time()
+    parser.feed(" " * 2000)
+    assert time.process_time() - began_at < 0.5
 
 
 @pytest.mark.parametrize(
