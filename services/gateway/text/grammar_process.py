@@ -43,6 +43,9 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 TOO_SLOW = Verdict("it takes too long to compile: make it simpler")
+NOT_IN_TIME = Verdict(TOO_SLOW.fault, is_lasting=False)
+"""The machine may have been busy with something else."""
+
 TOO_LARGE = Verdict("it takes too much memory to compile: make it simpler")
 
 
@@ -92,7 +95,7 @@ class GrammarProcess:
             # One line each way: nothing is left in our own buffer, which ``poll`` does not see.
             if not _says_something(child.stdout, self._give_up_s):
                 self._end()
-                return TOO_SLOW
+                return NOT_IN_TIME
             return msgspec.json.decode(child.stdout.readline(), type=Verdict)
         except (OSError, msgspec.DecodeError):  # half a line, or none
             self._end()

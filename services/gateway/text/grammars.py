@@ -24,6 +24,7 @@ import msgspec
 from services.gateway.limits import checked_count, refusal
 from services.gateway.text.grammar_process import (
     MAX_COMPILE_S,
+    NOT_IN_TIME,
     TOO_SLOW,
     GrammarProcess,
     Verdict,
@@ -182,7 +183,7 @@ class Grammars:
         verdict = self._known.pop(grammar, None)
         if verdict is None:
             verdict = check(grammar)
-            if is_quick and verdict == TOO_SLOW:
+            if is_quick and verdict in (TOO_SLOW, NOT_IN_TIME):
                 raise _TakesLonger
         if verdict.is_lasting:
             self._known[grammar] = verdict

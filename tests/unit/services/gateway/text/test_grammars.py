@@ -383,6 +383,20 @@ def test_a_check_ends_by_its_own_processor_time(limit_s: float, give_up_s: float
 
 
 @needs_library
+async def test_a_machine_that_stood_still_is_no_grammars_fault() -> None:
+    """Nobody may ever have looked at it: it is checked when it is asked for again."""
+    with closing(Grammars()) as grammars:
+        await grammars.checked(asked({"type": "null"}))
+        queues: Any = grammars._quick, grammars._slow  # pyright: ignore[reportPrivateUsage]
+        for queue in queues:
+            assert not await queue.run(lambda check: check(a_grammar({})).fault)
+            queue._process._give_up_s = 0.1
+            os.kill(queue._process._child.pid, signal.SIGSTOP)
+        assert "too long" in (await refused(PERSON, by=grammars)).message
+        assert await grammars.checked(asked(PERSON))
+
+
+@needs_library
 async def test_what_compiles_for_ever_is_ended() -> None:
     """It is refused in time, and the next grammar is checked."""
     with closing(Grammars()) as grammars:
