@@ -62,14 +62,15 @@ async def asked_chat(
     """Return the answers that a chat asks for.
 
     messages: for the template. tells_thinking: apart from the text, if the model thinks.
-    is_counted: no answer is made, and the prompt may be longer than the context.
+    is_counted: no answer is made, and none need fit the context.
     Raises MeshError: the first thing that is wrong.
     """
     use = await _used(asked, form, front)
     model = await front.model(model_name, caller)
     prompt = await front.chat_prompt(messages(), rendering, caller, form.cache_salt)
-    if is_counted and len(prompt.token_ids) >= model.max_model_len:
-        model = replace(model, max_model_len=model.max_model_len + len(prompt.token_ids))
+    if is_counted and form.truncate_prompt_tokens != -1:  # which cuts to what leaves room
+        num_more = len(prompt.token_ids) - 1  # an answer's length keeps to its range
+        model = replace(model, max_model_len=model.max_model_len + num_more)
     thinks = front.thinks and tells_thinking
     if thinks and form.structure is not None:
         form.structure = replace(form.structure, thought=prompt.thought)

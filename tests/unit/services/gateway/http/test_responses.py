@@ -326,6 +326,12 @@ async def test_input_is_counted_without_an_answer() -> None:
         assert len(here.mesh.requests) == 1
         status, counted = await asker.ask("x" * 2000, max_output_tokens=500)
         assert (status, counted["input_tokens"] > 2000) == (200, True)
+        for more, due in (({}, 406), ({"truncate_prompt_tokens": -1}, 12)):
+            asked = {"max_output_tokens": 500, **more}
+            status, counted = await asker.ask("x" * 400, **asked)
+            assert (status, counted.get("input_tokens")) == (200, due)
+        status, refused = await asker.ask("x", max_output_tokens=512)
+        assert (status, refused["error"]["param"]) == (400, "max_output_tokens")
 
 
 async def test_thinking_that_comes_back_unread() -> None:
