@@ -208,11 +208,12 @@ class Connection(BaseProtocol):
     def data_received(self, data: bytes) -> None:
         if self._is_over:
             return
+        is_of_body = (body := self._last_body) is not None and not body.is_eof()
         try:
             messages, is_upgraded, _ = self._requests.feed_data(data)
         except HttpProcessingError:
             self._is_over = self._is_broken = True
-            if (body := self._last_body) is not None and not body.is_eof():
+            if body is not None and not body.is_eof():
                 body.set_exception(BrokenBody())  # of the request that is being answered
             messages, is_upgraded = (), False
         if messages:
@@ -221,7 +222,7 @@ class Connection(BaseProtocol):
             self._last_body = messages[-1][1]
             if len(self._waiting) >= MAX_PIPELINED and not self._buffer_paused:
                 self._pause_reading_for_buffer()
-        elif self._task is None and self._head_since is None:
+        elif data and not is_of_body and self._head_since is None:
             self._head_since = self._loop.time()
         if is_upgraded:
             self._is_over = True  # to a protocol that nobody speaks here: the answer says so

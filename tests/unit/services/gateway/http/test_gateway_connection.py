@@ -281,6 +281,26 @@ async def test_a_silent_connection_is_closed(begun: bytes, monkeypatch: pytest.M
     assert len(answers) == begun.count(b"\r\n\r\n")
 
 
+@pytest.mark.parametrize("begun", [b"", HEALTH[:10]])
+async def test_headers_that_begin_amid_an_answer_have_no_longer(
+    begun: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their time runs from its end; the end of its own request's body begins none."""
+    monkeypatch.setattr(connection, "HEADER_TIMEOUT_S", 0.1)
+    gate = asyncio.Semaphore(0)
+    mesh = ScriptedMesh(saying("the", gate=gate))
+    async with http_gateway(mesh) as url, raw_connection(url) as (reader, writer):
+        for part in (with_length()[:-5], with_length()[-5:], begun):
+            writer.write(part)
+            await asyncio.sleep(0.05)
+        gate.release()
+        await reader.readuntil(b"}}}")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(10 if begun else 0.5):
+                assert await reader.read() == b""
+        assert reader.at_eof() is bool(begun)
+
+
 async def test_slow_headers_are_not_kept_alive_by_a_byte_now_and_then(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
