@@ -279,6 +279,8 @@ class CoreWorker:
         # Before this plan's tokens: a run's first is counted back from the newest (``_tell_run``).
         self._tell_runs()
         plan = self.scheduler.plan()
+        # Before anything follows from it: blocks that come free begin no second one.
+        self._stepping = None if plan.is_empty else (plan, self.clock.now)
         for sequence in plan.admitted:
             job = self._jobs_of[sequence]
             # A preempted one is admitted again, and has begun before.
@@ -288,13 +290,13 @@ class CoreWorker:
         for failure in plan.failed:
             self.handle(self._jobs_of[failure.sequence], LifeEvent.FAILED, failure.error)
         if plan.is_empty:
-            self.leases.rests(now=self.clock.now)
-            self._arm(self.leases.next_tick_at)
+            if self._stepping is None and self._run is None:  # else who failed made room
+                self.leases.rests(now=self.clock.now)
+                self._arm(self.leases.next_tick_at)
             return
         self.leases.steps()
         pushes = self.ends.announce(plan)
         seconds = self.engine.step_seconds(plan.rows)
-        self._stepping = plan, self.clock.now
         self.work.note(seconds, self.pool.num_held)
         if pushes and self.engine.spreads_layers:
             for layer in range(1, self._num_layers):
@@ -306,9 +308,7 @@ class CoreWorker:
         if not self.is_alive:
             return
         self._stepping = None
-        results = self.engine.step(
-            plan.rows, lambda layer: self.ends.layers_ready(pushes, layer + 1)
-        )
+        results = self.engine.step(plan.rows, lambda num: self.ends.layers_ready(pushes, num + 1))
         if self.engine.spreads_layers:
             self.ends.layers_ready(pushes, self._num_layers)
         outcome = self.scheduler.commit(plan, results)

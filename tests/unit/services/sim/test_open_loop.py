@@ -267,3 +267,18 @@ def test_times_do_not_depend_on_what_is_computed(seed: int) -> None:
     for exact, timed in zip(run(ExactEngine), run(lambda _: AtTheEnd(cost)), strict=True):
         assert timed.is_complete
         assert timed.token_times == pytest.approx(exact.token_times, abs=1e-9)
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_an_answer_that_outgrows_its_worker_fails_and_the_others_go_on(skips: bool) -> None:
+    """As it fails it gives its blocks back in the middle of a step's planning."""
+    mesh = mesh_of(0, 0, 1, num_blocks=12, skips=skips)
+    requests = [
+        SimRequest(0.0, (5,) * 30, 150),
+        SimRequest(0.0, (6,) * 90, 120),
+        SimRequest(1.0, (7,) * 60, 100),
+        SimRequest(1.0, (8,) * 30, 20),
+    ]
+    answers = run_open_loop(mesh, requests)
+    assert [answer.error for answer in answers] == ["", "overloaded", "", ""]
+    assert [answer.is_complete for answer in answers] == [True, False, True, True]
