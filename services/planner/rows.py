@@ -32,8 +32,9 @@ def read_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[st
 
     Raises DataError.
     """
-    lines = csv.reader(read_text(path).splitlines())
-    head = [name.strip() for name in next(lines, cast("list[str]", []))]
+    lines = _fields(path)
+    _, first = next(lines, (1, cast("list[str]", [])))
+    head = [name.strip() for name in first]
     missing = [name for name in columns if name not in head]
     if missing:
         raise DataError(
@@ -41,12 +42,21 @@ def read_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[st
         )
     if twice := [name for name in columns if head.count(name) > 1]:
         raise DataError(f"{path}:1: more than one column {', '.join(twice)}")
-    for fields in lines:
+    for line, fields in lines:
         if not fields:
             continue
         if len(fields) != len(head):
-            raise DataError(f"{path}:{lines.line_num}: {len(fields)} columns, not {len(head)}")
-        yield lines.line_num, dict(zip(head, fields, strict=True))
+            raise DataError(f"{path}:{line}: {len(fields)} columns, not {len(head)}")
+        yield line, dict(zip(head, fields, strict=True))
+
+
+def _fields(path: Path) -> Iterator[tuple[int, list[str]]]:
+    lines = csv.reader(read_text(path).splitlines())
+    try:
+        for fields in lines:
+            yield lines.line_num, fields
+    except csv.Error as error:
+        raise DataError(f"{path}:{lines.line_num}: {error}") from None
 
 
 def read_json(path: Path) -> Mapping[str, Any]:

@@ -166,7 +166,10 @@ def read_trace(path: Path, *, must_be_ordered: bool = False) -> Trace:
     """
     lines = read_text(path).splitlines()
     is_mooncake = "".join(lines[:1]).lstrip().startswith("{")
-    head = [] if is_mooncake else [name.strip() for name in next(csv.reader(lines), ())]
+    try:
+        head = [] if is_mooncake else [name.strip() for name in next(csv.reader(lines), ())]
+    except csv.Error as error:
+        raise DataError(f"{path}:1: {error}") from None
     if not (is_mooncake or set(AZURE_COLUMNS) <= set(head)):
         columns = ",".join(AZURE_COLUMNS)
         raise DataError(f"{path}:1: neither Mooncake's JSONL nor Azure's columns {columns}")
@@ -176,7 +179,7 @@ def read_trace(path: Path, *, must_be_ordered: bool = False) -> Trace:
             continue
         try:
             rows.append(_azure_row(head, line) if head else _read_mooncake(line).ask())
-        except ValueError as error:  # msgspec's is one, too
+        except (ValueError, csv.Error) as error:  # msgspec's is one, too
             raise DataError(f"{path}:{number}: {error}") from None
         if must_be_ordered and len(rows) > 1 and rows[-1].due_s < rows[-2].due_s:
             raise DataError(

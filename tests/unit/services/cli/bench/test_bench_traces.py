@@ -65,6 +65,8 @@ def test_azure(tmp_path: Path) -> None:
         (AZURE + "yesterday,1,2\n", ":4: .*'yesterday"),
         (AZURE + "2023-11-16 18:15:50.1,many,2\n", ":4: Expected `int`, got `str` .*ContextTokens"),
         (AZURE + "2023-11-16 18:15:50.1,1,-2\n", r":4: Expected `int` >= 1 .*GeneratedTokens"),
+        ("x" * 200_000, ":1: field larger than"),
+        (AZURE + "x" * 200_000 + ",1,2\n", ":4: field larger than"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "holds no request"),
     ],
 )

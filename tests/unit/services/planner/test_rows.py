@@ -1,0 +1,18 @@
+"""Data files: the place of every mistake is in its message."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.planner.rows import DataError, read_rows
+
+
+@pytest.mark.parametrize("text", ["a,b\n1,2\n" + "3" * 200_000 + ",4\n", "x" * 200_000])
+def test_a_file_that_is_no_table_is_refused_by_its_line(text: str, tmp_path: Path) -> None:
+    """A field that no CSV reader takes, as another kind of file may have one."""
+    path = tmp_path / "wrong.csv"
+    path.write_text(text)
+    with pytest.raises(DataError, match=rf"{path}:\d: field larger than"):
+        list(read_rows(path, ("a", "b")))
