@@ -198,6 +198,7 @@ class TierMoves:
         lost.inc(level.queue.num_lost - level.num_told_lost)
         level.num_told_lost = level.queue.num_lost
         if not batch:
+            await asyncio.sleep(0)  # a long prompt's blocks are many, and mostly there already
             return True
         table = self._pool.hold([event.block for event, _ in batch])
         self._tables.append(table)

@@ -87,6 +87,25 @@ async def test_copies_leave_a_prompt_s_beginning_in_the_pool() -> None:
 
 
 @virtual_time
+async def test_blocks_that_are_in_memory_already_hold_nobody_up() -> None:
+    """A long prompt that is used again leaves a queue of which nothing is to be copied: the loop
+    has turns while it is looked through."""
+    prompt = a_prompt(1024, seed=1)
+    settings: dict[str, Any] = {"prefill_blocks": 96, "prefill": {"dram_cache": 1 << 24}}
+    async with worker_mesh(decode_blocks=256, **settings) as mesh:
+        assert await answered(mesh.start(prompt), prompt) == 0
+        await settled(mesh)
+        prefill = mesh.prefills[0]
+        (level,) = prefill.worker.tiers.levels
+        prefill.pool.release(prefill.pool.pin(prefill.pool.new_chain(), prompt))
+        lengths = [len(level.queue)]
+        while lengths[-1]:
+            await asyncio.sleep(0)
+            lengths.append(len(level.queue))
+        assert sorted({*lengths}) == [0, 16, 32, 48, 64]
+
+
+@virtual_time
 async def test_a_copy_that_fails_ends_the_worker() -> None:
     """A device that is lost while blocks go down is no cache that quietly does nothing."""
     async with worker_mesh(**SMALL) as mesh:
