@@ -140,7 +140,11 @@ class Guides:
 
     def _compile(self, grammar: str) -> Any:
         if self._tokenizer is None:
-            text = self._read_tokenizer()
+            try:
+                text = self._read_tokenizer()
+            except OSError as error:  # the folder has gone since the start
+                why = (error.strerror or "unknown error").lower()
+                raise ValueError(f"the model's tokenizer cannot be read: {why}") from error
             try:
                 self._tokenizer = library().LLTokenizer(
                     text, n_vocab=self._vocab_size, eos_token=self._eos

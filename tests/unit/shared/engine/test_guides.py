@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -121,6 +122,16 @@ def test_a_tokenizer_that_the_library_cannot_read_is_a_failure_of_its_rows() -> 
     masks = masks_of(guides, [a_row(Guide(a_grammar(PERSON), ()), 0)])
     assert masks.failures[0]
     assert masks.bits.all()
+
+
+def test_a_tokenizer_that_is_gone_is_a_failure_of_its_rows(tmp_path: Path) -> None:
+    """A model folder that was removed while its worker runs ends answers that follow grammars, and
+    no worker: each in turn would get the request."""
+    guides = Guides(lambda: (tmp_path / "tokenizer.json").read_text(), VOCAB_SIZE, (EOS,))
+    masks = masks_of(guides, [a_row(Guide(a_grammar(PERSON), ()), 0)])
+    assert "no such file" in masks.failures[0]
+    assert str(tmp_path) not in masks.failures[0]
+    guides.close()
 
 
 @pytest.mark.parametrize("vocab_size", [255, 256, 257, 264, NUM_TOKENS - 1])
