@@ -269,6 +269,10 @@ def _read_yarn(inner: ConfigReader, theta: float, original_len: int) -> Rope:
     for key in ("mscale", "mscale_all_dim"):
         if inner.has(key):
             raise inner.error(f"{key} is not supported")
+    if not original_len or theta == 1:
+        raise inner.error(
+            f"rope_theta {theta:g} and original_max_position_embeddings {original_len} are no yarn"
+        )
     factor = inner.number("factor")
     # Peng et al. 2023, YaRN, section 3.4: attention temperature 0.1 ln(s) + 1.
     temperature = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -243,6 +243,17 @@ def test_links_out_of_the_folder(folder: Path, tmp_path: Path) -> None:
         ({"quantization_config": {"bits": 4}}, ("quantization_config",)),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2}}, ("'dynamic'",)),
         ({"rope_parameters": {"rope_type": "linear"}}, ("rope_parameters: factor",)),
+        (
+            {
+                "rope_scaling": {"type": "yarn", "factor": 4},
+                "original_max_position_embeddings": 0,
+            },
+            ("rope_scaling", "original_max_position_embeddings 0"),
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4, "rope_theta": 1}},
+            ("rope_parameters", "rope_theta 1"),
+        ),
         ({"rope_parameters": {"full_attention": {}}}, ("layer types",)),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ("partial_rotary_factor",)),
         ({"rope_parameters": 3}, ("rope_parameters",)),
