@@ -387,6 +387,27 @@ def test_a_disk_that_takes_nothing_is_read_all_the_same(tmp_path: Path) -> None:
     run()
 
 
+@pytest.mark.parametrize("number", [0, errno.EOPNOTSUPP])
+def test_a_file_system_that_promises_no_room_gets_nothing_written_at_start(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room that can be promised is; where it cannot, blocks take it as they come."""
+    if number:
+        monkeypatch.setattr("shared.worker.disk_arena.allocate", lambda *_: number)
+
+    @virtual_time
+    async def run() -> None:
+        async with worker_mesh(**on_disk(tmp_path)) as mesh:
+            slots = disk_of(mesh).arena.folder / "slots"
+            assert slots.stat().st_size == 1 << 24
+            assert slots.stat().st_blocks * 512 == (0 if number else 1 << 24)
+            await answered(mesh.start(PROMPT), PROMPT)
+            await settled(mesh)
+            assert slots.stat().st_blocks
+
+    run()
+
+
 @pytest.mark.parametrize("wrong", ["file", "too large", "too small", "read-only"])
 def test_a_folder_that_cannot_be_used_is_refused(wrong: str, tmp_path: Path) -> None:
     """A clear error at start, which names the remedy."""
