@@ -124,7 +124,6 @@ class Registration:
         self._on_change = on_change
         self._journal = journal
         self._links: dict[Address, _Link] = {}
-        self._named: dict[Address, tuple[MeshPeer, ...]] = {}
         self._peers: tuple[MeshPeer, ...] = ()
         self._was_accepted = False
         self._is_leaving = False
@@ -236,7 +235,7 @@ class Registration:
         if self._journal is not None:
             self._journal.unsubscribe(link)
         link.is_connected = False
-        self._name(link.address, ())
+        self._name(link, ())
         if gateway is None:
             return False
         # The same gateway under another address (IPv4 and IPv6 of one name) has just forgotten this
@@ -356,7 +355,7 @@ class Registration:
             if directive.refused is not None:
                 raise codec.error_from_wire(directive.refused)
             if directive.peers is not None:
-                self._name(link.address, tuple(map(_mesh_peer, directive.peers.peers)))
+                self._name(link, tuple(map(_mesh_peer, directive.peers.peers)))
             if directive.pair is not None:
                 self._on_pair(_mesh_peer(directive.pair))
             if directive.drain is not None:
@@ -372,9 +371,10 @@ class Registration:
             raise RemoteProtocolError("no worker's role", param="role")
         self._on_home(Home(role, order.epoch, order.order))
 
-    def _name(self, gateway: Address, peers: tuple[MeshPeer, ...]) -> None:
-        self._named[gateway] = peers
-        before, self._peers = self._peers, _merged(self._named.values())
+    def _name(self, link: _Link, peers: tuple[MeshPeer, ...]) -> None:
+        link.peers = peers
+        named = (it.peers for it in self._links.values())
+        before, self._peers = self._peers, _merged(named)
         if self._peers != before:
             self._on_peers(self._peers)
 
@@ -395,6 +395,8 @@ class _Link:
         self.has_news = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
         self.kv_interval_s = self.kv_due_at = 0.0
+        self.peers: tuple[MeshPeer, ...] = ()
+        """Whom its gateway names as standing partners."""
 
 
 def _merged(named: Iterable[Sequence[MeshPeer]]) -> tuple[MeshPeer, ...]:

@@ -166,6 +166,29 @@ async def test_a_lost_gateway_is_joined_again_and_names_the_partners_anew() -> N
 
 
 @virtual_time
+async def test_of_a_gateway_that_is_gone_for_good_nothing_is_kept() -> None:
+    """Each that starts anew may have another address: a worker outlives thousands of them."""
+
+    async def body(world: World) -> None:
+        client = world.client("gateway")
+        for host in ("g1", "g2"):
+            gateway = await world.gateway(host)
+            world.network.fabric.set_name("gateway", [host])
+            await client.joined(1)
+            peer = await add_decode(gateway, 5)
+            await until(lambda: client.peers[-1:] == [(peer,)], gateway)  # noqa: B023
+            world.network.fabric.kill(host)
+            await client.joined(0)
+        await world.gateway("g3")
+        world.network.fabric.set_name("gateway", ["g3"])
+        await client.joined(1)
+        kept = [it for it in vars(client.registration).values() if isinstance(it, dict)]
+        assert not any(Address(host, PORT) in it for it in kept for host in ("g1", "g2"))
+
+    await in_world(body)
+
+
+@virtual_time
 async def test_a_gateway_that_restarts_is_joined_at_once() -> None:
     """Its clients wait for its workers: those look for it often, though its name is gone, too."""
 
