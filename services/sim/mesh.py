@@ -329,6 +329,7 @@ class CoreMesh(Members):
         for answer in list(self._answers.values()):
             lost = [leg for leg, it in answer.legs.items() if it.worker == member.core.incarnation]
             for leg in lost:
+                self._by_stream.pop(answer.legs[leg].stream_id, None)
                 attempt = answer.life.num_attempts - 1
                 self._apply(answer, answer.life.leg_failed(attempt, leg, error, lost=True))
 
@@ -408,7 +409,8 @@ class CoreMesh(Members):
         """Whether nothing is held anywhere, neither at the gateway nor at a worker that lives."""
         alive = [member for member in self.members.values() if member.core.is_alive]
         has_orders = any(any(it.worker.orders.values()) for it in alive)
-        return not self._answers and not has_orders and all(it.core.is_idle for it in alive)
+        is_busy = self._answers or self._by_stream or has_orders
+        return not is_busy and all(it.core.is_idle for it in alive)
 
     def check(self) -> None:
         """Check every ledger of every worker that lives."""
