@@ -205,6 +205,18 @@ def test_a_pool_is_a_stateful_set_when_its_replicas_keep_a_disk() -> None:
     assert "PDMESH_SSD_CACHE" not in variables(find(render(), "Deployment", "pdmesh-decode"))
 
 
+def test_a_role_s_own_setting_comes_before_that_of_all() -> None:
+    """Also where it says no, or 0."""
+    own = {"prefill": {"settings": {"allow_unencrypted_kv": False, "token_budget": 0}}}
+    manifests = render({"settings": {"allow_unencrypted_kv": True, "token_budget": 512}, **own})
+    prefill = variables(find(manifests, "Deployment", "pdmesh-prefill"))
+    assert prefill["PDMESH_ALLOW_UNENCRYPTED_KV"] == "false"
+    assert prefill["PDMESH_TOKEN_BUDGET"] == "0"
+    decode = variables(find(manifests, "Deployment", "pdmesh-decode"))
+    assert decode["PDMESH_ALLOW_UNENCRYPTED_KV"] == "true"
+    assert decode["PDMESH_TOKEN_BUDGET"] == "512"
+
+
 def test_workers_take_the_cores_and_gpus_that_they_were_given() -> None:
     """A limit if there is one, else the request."""
     manifests = render(EVERYTHING)

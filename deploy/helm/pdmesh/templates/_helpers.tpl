@@ -49,7 +49,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 - {name: PDMESH_MESH_TLS_KEY, value: /secrets/mesh-tls/tls.key}
 - {name: PDMESH_MESH_TLS_CA, value: /secrets/mesh-tls/ca.crt}
 {{- end }}
-{{- range $name, $value := merge (dict) $own.settings $values.settings }}
+{{- /* Not merge: of two it takes the other's where its own is false or 0. */}}
+{{- range $name := concat (keys $own.settings) (keys $values.settings) | uniq | sortAlpha }}
+{{- $value := get (hasKey $own.settings $name | ternary $own.settings $values.settings) $name }}
 - {name: PDMESH_{{ $name | upper }}, value: {{ include "pdmesh.text" $value | quote }}}
 {{- end }}
 {{- with $own.env }}
