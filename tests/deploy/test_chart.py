@@ -231,6 +231,8 @@ def test_workers_take_the_cores_and_gpus_that_they_were_given() -> None:
     assert "PDMESH_DEVICE" not in variables(decode)
     own = render({"prefill": {"settings": {"threads": 3}}})
     assert variables(find(own, "Deployment", "pdmesh-prefill"))["PDMESH_THREADS"] == "3"
+    of_all = render({"settings": {"device": "cuda:1"}, "prefill": {"gpu": {"count": 2}}})
+    assert variables(find(of_all, "Deployment", "pdmesh-prefill"))["PDMESH_DEVICE"] == "cuda:1"
 
 
 def test_only_workers_reach_workers_and_only_the_gateway_gives_orders() -> None:
