@@ -23,19 +23,28 @@ class Address:
 
 
 def parse_address(text: str, *, param: str, default_port: int | None = None) -> Address:
-    """Read ``host:port`` or ``[v6]:port``.
+    """Read ``host:port`` or ``[v6]:port``; with a default port ``host``, ``v6`` and ``[v6]``, too.
 
-    Raises InvalidRequest, naming the flag ``param``: it is neither.
+    Raises InvalidRequest, naming the flag ``param``: it is none of them.
     """
-    host, colon, port = text.strip().rpartition(":")
-    if not colon and default_port is not None:
-        host, port = text.strip(), str(default_port)
+    text = text.strip()
+    if default_port is not None and (":" not in text or text.endswith("]") or _is_v6(text)):
+        host, port = text, str(default_port)
+    else:
+        host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdigit() or not 0 <= int(port) < 65536:
+    if not host or not port.isdecimal() or not 0 <= int(port) < 65536:
         raise InvalidRequest(
             f"--{param.replace('_', '-')} must be host:port, for example 10.0.0.5:8200", param=param
         )
     return Address(host, int(port))
+
+
+def _is_v6(text: str) -> bool:
+    try:
+        return ipaddress.ip_address(text).version == 6
+    except ValueError:
+        return False
 
 
 def is_loopback(host: str) -> bool:

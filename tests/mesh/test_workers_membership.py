@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from shared import wire
-from shared.address import Address
-from shared.errors import IncompatiblePeer, Overloaded
+from shared.address import Address, parse_address
+from shared.errors import IncompatiblePeer, InvalidRequest, Overloaded
 from shared.home import Role
 from shared.ids import Incarnation, MeshPeer, StreamId
 from shared.membership.join import (
@@ -366,6 +366,12 @@ def test_what_a_worker_advertises() -> None:
     assert advertised("node-7", listening) == Address("node-7", 9000)
     assert advertised("node-7:31000", listening) == Address("node-7", 31000)
     assert advertised("[fd00::7]:31000", listening) == Address("fd00::7", 31000)
+    # Kubernetes' status.podIP has no brackets.
+    for bare in ("fd00::7", "[fd00::7]", "::ffff:10.0.0.7", "fe80::7%eth0"):
+        assert advertised(bare, listening) == Address(bare.strip("[]"), 9000)
+    for wrong in ("", " ", ":9000", "node-7:", "node-7:²", "node-7:70000"):
+        with pytest.raises(InvalidRequest, match="--gateway must be host:port"):
+            parse_address(wrong, param="gateway", default_port=9000)
 
 
 async def add_decode(gateway: FakeGateway, incarnation: int) -> MeshPeer:
