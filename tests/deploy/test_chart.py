@@ -38,6 +38,7 @@ EVERYTHING: Manifest = {
         "volume": {"persistentVolumeClaim": {"claimName": "models"}},
         "folder": "llama-3",
     },
+    "listen": "::",
     "settings": {"allow_unencrypted_kv": True, "token_budget": 10_000_000},
     "meshSecret": {"existing": "the-secret"},
     "meshTls": {"secret": "mesh-tls"},
@@ -140,10 +141,17 @@ def test_every_variable_is_a_setting_that_the_service_reads(values: Manifest) ->
             if name.startswith("PDMESH_")
         }
         assert given.keys() - field_types(kind).keys() - workers == set()
-        assert given["host"] == "0.0.0.0"
+        assert given["host"] == values.get("listen", "0.0.0.0")
         for name, value in given.items():
             if field_types(kind).get(name) is int and not name.endswith(SIZES):
                 int(value)  # 10000000, not 1e+07
+
+
+def test_pods_with_ipv6_alone_listen_there() -> None:
+    """At every port; the gateway's for scrapes names its address in brackets."""
+    gateway = variables(find(render({"listen": "::"}), "Deployment", "pdmesh-gateway"))
+    assert (gateway["PDMESH_HOST"], gateway["PDMESH_MESH_HOST"]) == ("::", "::")
+    assert gateway["PDMESH_METRICS_ADDRESS"] == "[::]:9090"
 
 
 def test_gateways_are_found_before_they_are_ready() -> None:

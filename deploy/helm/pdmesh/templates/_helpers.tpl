@@ -40,7 +40,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- $values := .root.Values }}
 {{- $own := get $values .role -}}
 - {name: PDMESH_MODEL, value: {{ if $values.model.volume }}{{ printf "/model/%s" $values.model.folder | trimSuffix "/" | quote }}{{ else }}demo{{ end }}}
-- {name: PDMESH_HOST, value: "0.0.0.0"}
+- {name: PDMESH_HOST, value: {{ $values.listen | quote }}}
 - {name: PDMESH_LOG_FORMAT, value: json}
 - {name: PDMESH_MESH_SECRET_FILE, value: /secrets/mesh/mesh-secret}
 - {name: PDMESH_DRAIN_S, value: {{ $own.drainSeconds | quote }}}
