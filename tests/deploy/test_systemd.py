@@ -102,5 +102,14 @@ def test_a_service_takes_what_its_unit_and_the_example_set(unit: str, tmp_path: 
     assert common["KillMode"] == "mixed"
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_workers_keep_their_devices(role: str) -> None:
+    """No word of theirs closes devices, nor implies one that does: ProtectClock= allows the clock's
+    alone where systemd is older than 253 (systemd/systemd 18142)."""
+    files = (FOLDER / f"pdmesh-{role}@.service", FOLDER / "pdmesh-.service.d/common.conf")
+    names = {line.partition("=")[0] for file in files for line in _lines(file)}
+    assert not names & {"ProtectClock", "PrivateDevices", "DeviceAllow", "DevicePolicy"}
+
+
 def _lines(file: Path) -> list[str]:
     return [line for line in file.read_text().splitlines() if not line.startswith("#")]
