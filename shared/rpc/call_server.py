@@ -36,6 +36,10 @@ CLOSE_WITHIN_S = 5.0
 KNOWN_WITHIN_S = 10.0
 """A stranger's connection lives so long: time for a proof, and for a health check."""
 
+LONGEST_S = 1e8
+"""A caller who waits longer (three years) waits for ever: some libraries have such a number for
+it."""
+
 _STANDARD_SERVICES = ("/grpc.health.", "/grpc.reflection.")
 
 IsKnown = Callable[[Any], bool]
@@ -47,8 +51,8 @@ Headers = list[tuple[str, str]]
 def checked_headers(headers: Headers, now: float) -> Headers | None:
     """Return the headers as grpclib may read them, or None for a request that is not one.
 
-    ``grpc-timeout`` becomes an absolute time of our loop under DEADLINE_KEY; binary metadata that
-    is not base64, and a caller's own DEADLINE_KEY, are dropped.
+    ``grpc-timeout`` becomes an absolute time of our loop under DEADLINE_KEY, beyond LONGEST_S none;
+    binary metadata that is not base64, and a caller's own DEADLINE_KEY, are dropped.
     """
     names = {name for name, _ in headers}
     if not {":method", ":path"} <= names:
@@ -59,13 +63,15 @@ def checked_headers(headers: Headers, now: float) -> Headers | None:
             continue
         if name == "grpc-timeout":
             try:
-                value = repr(now + decode_timeout(value))
+                timeout_s = decode_timeout(value)
             except OverflowError:
-                continue  # for ever
+                continue
             except ValueError:
                 pass  # grpclib refuses the call
             else:
-                name = DEADLINE_KEY
+                if timeout_s > LONGEST_S:
+                    continue
+                name, value = DEADLINE_KEY, repr(now + timeout_s)
         elif name.endswith("-bin"):
             try:
                 decode_bin_value(value.encode("ascii"))

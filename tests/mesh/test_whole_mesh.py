@@ -480,6 +480,14 @@ async def test_a_deadline_ends_the_request_everywhere() -> None:
 
 
 @virtual_time
+async def test_the_longest_deadline_of_a_client_is_none() -> None:
+    """Go sends 292 years where a program gives its longest time."""
+    async with whole_mesh() as mesh:
+        answer = await mesh.ask(a_prompt(100), 5, timeout_s=2562047 * 3600.0)
+        assert (answer.error, answer.token_ids) == (None, expected(a_prompt(100), 5))
+
+
+@virtual_time
 async def test_overload_is_refused_at_once_or_after_a_bounded_wait() -> None:
     """One runs, one waits and is refused after its time, the third is refused at once."""
     limits = {"max_running": 1, "max_waiting": 1, "max_wait_s": 0.5}
