@@ -37,7 +37,7 @@ from shared.errors import (
 from shared.http2.round_trip import round_trip_s
 from shared.messages.message_codec import MessageCodec, framed, read_message, read_message_nowait
 from shared.rpc.methods import Method
-from shared.rpc.status import ERROR_TRAILER, error_to_json, row_of
+from shared.rpc.status import ERROR_TRAILER, error_to_json, row_of, status_message
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
@@ -173,7 +173,7 @@ class ServerStream(Generic[Request, Reply]):
             return
         status, message, trailers = Status.OK, None, dict(self._trailers)
         if error is not None:
-            status, message = row_of(error).grpc, error.message
+            status, message = row_of(error).grpc, status_message(error)
             trailers[ERROR_TRAILER] = error_to_json(error)
         try:
             await raw.send_trailing_metadata(
@@ -187,7 +187,7 @@ async def refuse(raw: Any, error: MeshError) -> None:
     """End a call of grpclib's with an error before anything of it was read."""
     await raw.send_trailing_metadata(
         status=row_of(error).grpc,
-        status_message=error.message,
+        status_message=status_message(error),
         metadata={ERROR_TRAILER: error_to_json(error)},
     )
 

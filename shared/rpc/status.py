@@ -10,6 +10,7 @@ import json
 from typing import Any, NamedTuple
 
 from grpclib.const import Status
+from grpclib.metadata import encode_grpc_message
 
 from shared.errors import (
     ERROR_TYPES,
@@ -34,6 +35,11 @@ RECEIPT_TRAILER = "pdmesh-receipt"
 
 MAX_TRAILER_BYTES = 4096
 """Of the error JSON: clients refuse large header lists (grpcio: 8 KiB)."""
+
+MAX_STATUS_BYTES = 3072
+"""Of the message beside it, as it travels. Some messages quote what a client sent."""
+
+_MAX_MESSAGE_CHARS = 1024
 
 
 class StatusRow(NamedTuple):
@@ -106,11 +112,19 @@ def openai_error_body(error: MeshError) -> dict[str, Any]:
     return {"error": body}
 
 
+def status_message(error: MeshError) -> str:
+    """Return the error's message, or the beginning of it that fits ``grpc-message``."""
+    message = error.message[:_MAX_MESSAGE_CHARS]
+    while len(encode_grpc_message(message)) > MAX_STATUS_BYTES:
+        message = message[: len(message) // 2]
+    return message
+
+
 def error_to_json(error: MeshError) -> str:
     """Return the error as printable ASCII JSON of at most MAX_TRAILER_BYTES."""
     record: dict[str, Any] = {
         "type": error.type,
-        "message": error.message[:1024],
+        "message": error.message[:_MAX_MESSAGE_CHARS],
         "param": error.param[:128],
         "code": error.code[:128],
         "retry_after_s": error.retry_after_s,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import grpc
 import pytest
 
 from shared import wire
@@ -24,7 +25,7 @@ from shared.errors import (
 from shared.http2.connection import ConnectionLimits
 from shared.rpc.methods import DECODE_SESSION, GENERATE, LIST_MODELS, TOKENIZE, Method
 from shared.rpc.network import Network
-from shared.rpc.service import ServerStream, Servicer, bind
+from shared.rpc.service import ServerStream, Servicer, bind, bind_unary
 from shared.rpc.stream import open_stream
 from shared.rpc.tcp import TcpNetwork
 from tests.support.calls import call_server_stream, call_unary
@@ -97,6 +98,27 @@ async def test_typed_error_crosses_with_all_its_fields(network: Network) -> None
                 await stream.receive()
         assert caught.value.message == "too much at once, wörld\n"
         assert caught.value.retry_after_s == 2.5
+
+
+@pytest.mark.parametrize("character", ["a", "é", "\U0001f600"])
+async def test_a_long_message_ends_its_call_all_the_same(character: str) -> None:
+    """grpcio takes so many bytes of trailers; of more it would wait for the deadline."""
+
+    async def refuse_all(_: wire.TokenizeRequest, __: object) -> wire.TokenizeResponse:
+        raise InvalidRequest(character * 30_000)
+
+    servicers = [Servicer(bind_unary(TOKENIZE, refuse_all))]
+    async with (
+        TcpNetwork().serve(ANY_PORT, servicers) as server,
+        grpc.aio.insecure_channel(str(server.address)) as channel,
+    ):
+        ask_for_ids = channel.unary_unary(TOKENIZE.path, request_serializer=bytes)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await ask_for_ids(wire.TokenizeRequest(), timeout=10)
+    error = refused.value
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert set(error.details()) == {character}
+    assert len(error.details()) > 200
 
 
 async def test_messages_before_an_error_are_not_lost(network: Network) -> None:
