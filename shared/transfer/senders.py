@@ -225,11 +225,11 @@ class Senders:
 
     def frames_of(self, key: TransferKey, start: int, stop: int) -> list[Frame]:
         """Return what tokens [start, stop) would send as far as this end knows: nothing of a
-        transfer that has ended, nor of tokens that the sink has."""
+        transfer that has ended, or whose link has, nor of tokens that the sink has."""
         sender = self._senders.get(key)
-        if sender is None or sender.is_ended:
+        if sender is None or sender.is_ended or sender.link not in self._flows:
             return []
-        rule = self._flows[sender.link].rule
+        rule = sender.flow.rule
         return plan_frames(rule, start, stop, skip=sender.skip_tokens, first_idx=0)
 
     def statistics(self) -> SenderStatistics:

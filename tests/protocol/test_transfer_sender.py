@@ -278,6 +278,20 @@ def test_a_lost_pair_ends_it_when_its_sends_have_settled():
     end.core.check_integrity()
 
 
+def test_a_prompt_goes_on_while_the_sends_of_a_lost_pair_settle():
+    """Its next step is planned as if nobody wanted its KV: the caller does not know the end yet."""
+    end = End().granted(num_tokens=8)
+    end.span(0, 4)
+    end.computed()
+    assert len(end.core.frames_of(KEY, 4, 8)) == 3
+    end.say(credit(1))
+    end.core.link_lost(LINK, GONE, end.now)
+    assert end.core.frames_of(KEY, 4, 8) == []
+    assert end.span(4, 8) == []
+    assert end.computed() == []
+    assert end.settle(0, GONE) == [EndTransfer(KEY, GONE, was_needed=True)]
+
+
 def test_after_done_nothing_can_fail_it():
     """Decode has everything: a cancel or a lost pair comes too late."""
     end = End().pushing(sent=3)
