@@ -102,6 +102,18 @@ def test_a_service_takes_what_its_unit_and_the_example_set(unit: str, tmp_path: 
     assert common["KillMode"] == "mixed"
 
 
+def test_services_of_one_host_have_ports_of_their_own() -> None:
+    """For scrapes: the gateway's, and those of ten workers of either kind."""
+    example = read_config(ROLES["gateway"], {"PDMESH_CONFIG": str(FOLDER / "mesh.toml")})
+    ports = [int(example.metrics_address.rpartition(":")[2])]
+    for role in ("prefill", "decode"):
+        unit = (FOLDER / f"pdmesh-{role}@.service").read_text()
+        (given,) = re.findall(r"METRICS_PORT=(\d+)%i", unit)
+        ports += [int(f"{given}{number}") for number in range(10)]
+    assert len({*ports}) == 21
+    assert max(ports) < 65536
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_workers_keep_their_devices(role: str) -> None:
     """No word of theirs closes devices, nor implies one that does: ProtectClock= allows the clock's
