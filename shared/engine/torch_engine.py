@@ -41,7 +41,7 @@ from shared.engine.failures import DeviceFailures
 from shared.engine.forward import Forward, Passed
 from shared.engine.guides import Guides, Masks
 from shared.engine.layers import LayerOps
-from shared.engine.models.decoder import load_decoder
+from shared.engine.models.decoder import load_decoder, with_own_head
 from shared.engine.models.registry import read_model_config
 from shared.engine.native.build import NATIVE
 from shared.engine.native.forward import NativeForward
@@ -161,6 +161,7 @@ class TorchEngine(DeviceEngine):
         files = ModelFolder(folder)
         config = read_model_config(files)
         checkpoint = Checkpoint(files)
+        config = with_own_head(config, checkpoint)
         length = _choose_len(max_model_len, files.max_model_len, config.longest_len)
         if block_size < 1:
             raise ModelError(f"block_size must be at least 1, not {block_size}")

@@ -86,7 +86,7 @@ class Checkpoint:
         """Raise ModelError unless the checkpoint holds exactly these tensors.
 
         Extra tensors that change nothing are passed over: the rotary tables that old versions of
-        transformers stored, and an output head that is tied to the embedding.
+        transformers stored, and a head that equals the embedding which it is tied to.
         """
         for name, shape in shapes.items():
             info = self.tensors.get(name)

@@ -21,7 +21,7 @@ from shared.engine.weights import Checkpoint
 from shared.errors import EngineFailed, LocalProtocolError, ModelError
 from shared.model_folder import ModelFolder
 from shared.step import SampleSpec, StepRow
-from tests.support.checkpoints import rewrite_config
+from tests.support.checkpoints import reference_generate, rewrite_config
 from tests.support.engine_driver import Driver, greedy
 
 pytestmark = pytest.mark.torch
@@ -67,6 +67,7 @@ def test_a_pool_larger_than_memory_is_refused(
 
 
 NORM = "model.layers.1.input_layernorm.weight"
+HEAD = "lm_head.weight"
 
 
 @pytest.mark.parametrize(
@@ -99,12 +100,30 @@ def test_harmless_extras(folder: Path, folder_of: Callable[..., Path], tmp_path:
     change_tensors(folder, lambda tensors: tensors.update(table))
     load(folder)
     tied = Path(shutil.copytree(folder_of("llama-mqa-tied"), tmp_path / "tied"))
-    head = {"lm_head.weight": torch.zeros(199, 64)}
     plain = load(tied).forward.logits(torch.ones(1, 64))
-    change_tensors(tied, lambda tensors: tensors.update(head))
+    copied = "model.embed_tokens.weight"
+    change_tensors(tied, lambda tensors: tensors.update({HEAD: tensors[copied].clone()}))
     # Not bit for bit: the header grew, and products depend on how the mapped weights are aligned.
     padded = load(tied).forward.logits(torch.ones(1, 64))
     assert torch.allclose(padded, plain, atol=1e-4)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_a_head_that_is_not_the_embedding_counts(
+    kernels: str, folder_of: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Where config.json says that they are one and the checkpoint has two, answers are those of
+    transformers, which takes the checkpoint's; and the model is another one than without it."""
+    folder = Path(shutil.copytree(folder_of("llama-mqa-tied"), tmp_path / "tied"))
+    tied = load(folder).spec.fingerprint
+    torch.manual_seed(1)
+    change_tensors(folder, lambda tensors: tensors.update({HEAD: torch.randn(199, 64)}))
+    prompts = [[3, 1, 4, 1, 5], [9]]
+    engine = TorchEngine.load(folder, kernels=kernels, num_blocks=16)
+    driver = Driver(engine)
+    answers = [driver.run_alone(prompt, greedy(8)).output for prompt in prompts]
+    assert answers == reference_generate(folder, prompts, 8)
+    assert engine.spec.fingerprint != tied
 
 
 @pytest.mark.parametrize("num_bytes", [0, 5, 8, 100, 40_000])

@@ -7,9 +7,10 @@ arithmetic and for tensor names: ``transformers/models/llama/modeling_llama.py``
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import structlog
 import torch
 from torch.nn import functional as F
 
@@ -22,6 +23,8 @@ from shared.engine.layers import LayerOps, RotaryEmbedding
 from shared.engine.paged_kv import PagedKv
 from shared.engine.streams import Streams
 from shared.engine.weights import Checkpoint
+
+_log = structlog.get_logger(__name__)
 
 
 class DecoderNames:
@@ -184,6 +187,24 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             if has_bias:
                 shapes[f"{prefix}.{name}.bias"] = (rows,)
     return shapes
+
+
+def with_own_head(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
+    """Return the config, untied if the checkpoint has a head that is not its embedding: then that
+    counts and not what config.json says, as in transformers 5."""
+    tensors = checkpoint.tensors
+    head, embedding = (f"{it}.weight" for it in (DecoderNames.HEAD, DecoderNames.EMBEDDING))
+    if not config.tie_word_embeddings or head not in tensors or embedding not in tensors:
+        return config
+    is_alike = tensors[head][1:3] == tensors[embedding][1:3]  # dtype and shape
+    if is_alike and torch.equal(checkpoint.get(head), checkpoint.get(embedding)):
+        return config
+    _log.warning(
+        "the head is not tied: config.json says so, but the checkpoint has another",
+        file=str(tensors[head].path),
+        tensor=head,
+    )
+    return replace(config, tie_word_embeddings=False)
 
 
 def load_decoder(
