@@ -270,10 +270,10 @@ def _usable(sides: Sides, request: RouteRequest, *, moves_roles: bool) -> Sides:
     """Return who can take the request: at home if possible, with the fewest workers to avoid."""
     options = (sides,) if moves_roles or sides.at_home is None else (sides.at_home, sides)
     for option in options:
-        fitting = option.fitting(request.num_tokens)
+        fitting = option.fitting(request.num_tokens, request.max_new_tokens)
         if request.avoid:
             fitting = fitting.without(request.avoid, most=0)
         if fitting:
             return fitting
-    fitting = sides.fitting(request.num_tokens)
+    fitting = sides.fitting(request.num_tokens, request.max_new_tokens)
     return fitting.without(request.avoid, most=1) or fitting

@@ -176,12 +176,15 @@ class Sides:
     _decode_bits: int = field(init=False)
     _least_prefill_tokens: int = field(init=False)
     _least_decode_tokens: int = field(init=False)
+    _least_model_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
         self._decode_bits = sum(worker.bit for worker in self.decodes)
         self.is_whole = all(mask == self._decode_bits for mask in self.partners)
         self._least_prefill_tokens = min((w.capacity_tokens for w in self.prefills), default=0)
         self._least_decode_tokens = min((w.capacity_tokens for w in self.decodes), default=0)
+        both = (*self.prefills, *self.decodes)
+        self._least_model_tokens = min((w.model.max_model_len for w in both), default=0)
 
     def __bool__(self) -> bool:
         return bool(self.prefills)
@@ -224,17 +227,25 @@ class Sides:
         """Return the places of the decode workers that a prefill worker (its place) reaches."""
         return self.places_of(self.partners[prefill])
 
-    def fitting(self, num_tokens: int) -> Sides:
-        """Leave out who could not hold a prompt of this length (on decode: and its next token)."""
-        if num_tokens <= self._least_prefill_tokens and num_tokens < self._least_decode_tokens:
+    def fitting(self, num_tokens: int, max_new_tokens: int) -> Sides:
+        """Leave out who could not hold a prompt of this length (on decode: and its next token), or
+        would refuse it, or end its answer early: who has a shorter context than the workers that
+        were here when it was let in."""
+        most = num_tokens + max_new_tokens
+        has_room = num_tokens <= self._least_prefill_tokens
+        if has_room and num_tokens < self._least_decode_tokens and most <= self._least_model_tokens:
             return self
         return sides_of(
             [
                 (worker, mask)
                 for worker, mask in zip(self.prefills, self.partners, strict=True)
-                if num_tokens <= worker.capacity_tokens
+                if num_tokens <= worker.capacity_tokens and num_tokens < worker.model.max_model_len
             ],
-            [worker for worker in self.decodes if num_tokens < worker.capacity_tokens],
+            [
+                worker
+                for worker in self.decodes
+                if num_tokens < worker.capacity_tokens and most <= worker.model.max_model_len
+            ],
             self.table,
         )
 

@@ -25,7 +25,7 @@ REQUEST = RouteRequest(num_tokens=10, max_new_tokens=5)
 
 def a_worker(role: Role, incarnation: int, **changes: object) -> Worker:
     model = ModelSpec(
-        name="m", fingerprint=b"f" * 32, vocab_size=100, max_model_len=512, dtype="float32",
+        name="m", fingerprint=b"f" * 32, vocab_size=100, max_model_len=1 << 20, dtype="float32",
         engine="torch",
     )  # fmt: skip
     fields: dict[str, object] = {
@@ -403,3 +403,31 @@ def test_fake_engines_of_another_context_are_told_so() -> None:
 def test_every_policy_can_be_chosen_and_every_choice_is_a_policy() -> None:
     """The names that settings take are those of the policies."""
     assert set(get_args(RoutingPolicyName)) == set(POLICIES)
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_a_worker_with_a_shorter_context_gets_no_answer_that_was_let_in_before_it(
+    role: Role,
+) -> None:
+    """It would refuse the prompt, or end the answer early: one that has failed on another worker,
+    or has waited, is not for it."""
+    table = a_mesh(1, 1)
+    (large,) = table.all(role)
+    small = a_worker(role, 7, model=replace(large.model, max_model_len=512))
+    table.join(small)
+    if role is Role.DECODE:
+        (prefill,) = table.all(Role.PREFILL)
+        pairs = frozenset({large.incarnation, small.incarnation})
+        table.report(prefill, WorkerStatus(paired=pairs))
+    else:
+        table.report(small, WorkerStatus(paired=large.status.paired))
+    assert table.sides.num_pairs == 2
+    longer = RouteRequest(num_tokens=512, max_new_tokens=100)
+    for request, chosen in ((REQUEST, (large, small)), (longer, (large,))):
+        policy = POLICIES["round_robin"]()
+        decisions = [decide(policy, table, request=request) for _ in range(4)]
+        found = {it.prefill if role is Role.PREFILL else it.decode for it in decisions}
+        assert found == {worker.incarnation for worker in chosen}
+    large.sessions.clear()
+    table.note_usability()
+    assert route(POLICIES["round_robin"](), longer, table.sides, 0.0) is None
