@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -17,6 +18,10 @@ __all__ = ["main"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command (default: that of ``sys.argv``) and return the exit code."""
     _ready_streams()
+    if os.getpid() == 1:
+        # In a container the kernel drops SIGTERM until somebody handles it: what is told to end
+        # while it still imports would start all the same, and be killed amid its answers.
+        signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
     try:
         from services.cli.app import run
 
