@@ -192,11 +192,12 @@ class Checkpoint:
         return total.digest()
 
     def _check_index(self) -> None:
-        """The index, where there is one, must say what the shards say."""
+        """The index, where there is one, must say of what the shards have where it is. What they
+        lack may be needless, as a head that is tied; if not, ``require`` asks for it."""
         index = _read_index(self.folder) if len(self.paths) > 1 else None
         for name, file_name in (index or {}).items():
             info = self.tensors.get(name)
-            if info is None or info.path.name != file_name:
+            if info is not None and info.path.name != file_name:
                 raise ModelError(
                     f"{self.folder.path}/{_INDEX_FILE}: tensor {name} is not in {file_name}"
                 )

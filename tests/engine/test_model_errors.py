@@ -39,10 +39,12 @@ def load(folder: Path, **options: Any) -> TorchEngine:
     return TorchEngine.load(folder, num_blocks=4, **options)
 
 
-def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    tensors = {name: tensor.clone() for name, tensor in load_file(folder / WEIGHTS).items()}
+def change_tensors(
+    folder: Path, change: Callable[[dict[str, torch.Tensor]], object], file: str = WEIGHTS
+) -> None:
+    tensors = {name: tensor.clone() for name, tensor in load_file(folder / file).items()}
     change(tensors)
-    save_file(tensors, folder / WEIGHTS)
+    save_file(tensors, folder / file)
 
 
 def refused(folder: Path, *words: str) -> None:
@@ -217,13 +219,20 @@ def test_index_is_checked(folder_of: Callable[..., Path], tmp_path: Path) -> Non
     refused(folder, names[0], "weights.bin")
     with_map(**{names[0]: "absent.safetensors"})
     refused(folder, "absent.safetensors")
+    # Of one that is alone in its shard nobody would know where it is: the index led there.
+    files = list(good["weight_map"].values())
+    names = [name for name in names if files.count(good["weight_map"][name]) > 1]
     other = next(f for f in good["weight_map"].values() if f != good["weight_map"][names[0]])
     with_map(**{names[0]: other})
     refused(folder, names[0], other)
     path.write_text('{"weight_map": {}}')
     refused(folder, "weight_map")
+    with_map(**{"model.layers.0.self_attn.rotary_emb.inv_freq": other})
+    load(folder)  # needless: it is computed
     with_map()
     load(folder)
+    change_tensors(folder, lambda tensors: tensors.pop(names[0]), good["weight_map"][names[0]])
+    refused(folder, names[0], "missing")
     (folder / other).unlink()
     refused(folder, other)
 
