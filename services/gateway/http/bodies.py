@@ -213,6 +213,15 @@ class CompletionLogprobs(msgspec.Struct):
     top_logprobs: list[dict[str, float | None] | None]
     text_offset: list[int]
 
+    def followed_by(self, more: CompletionLogprobs) -> CompletionLogprobs:
+        """Return the columns of these tokens and of those that come next."""
+        return CompletionLogprobs(
+            self.tokens + more.tokens,
+            self.token_logprobs + more.token_logprobs,
+            self.top_logprobs + more.top_logprobs,
+            self.text_offset + more.text_offset,
+        )
+
 
 class CompletionChoice(msgspec.Struct):
     """One answer."""

@@ -307,8 +307,9 @@ class HttpDoor:
         choices = self._front.choices(call.caller, model, prompts, form)
         echo = await self._echo(choices, prompts) if body.echo else None
         head = head_of_answer(call, model, "cmpl-")
+        about = head, self._front.text, choices, body.stream_options
         answer_format = CompletionFormat(
-            head, self._front.text, choices, body.stream_options, echo=echo
+            *about, echo=echo, shows_special=not form.skip_special_tokens
         )
         return await answered(self._front, request, call, body, choices, answer_format)
 

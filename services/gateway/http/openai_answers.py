@@ -9,6 +9,7 @@ https://platform.openai.com/docs/api-reference/chat and .../completions.
 from __future__ import annotations
 
 import math
+from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
@@ -224,6 +225,7 @@ class CompletionFormat(AnswerFormat):
     """``text_completion``, whole and in chunks.
 
     echo: for each answer its prompt (ids, text), which then comes first; None = not asked for.
+    shows_special: answers show special tokens.
     """
 
     object_name = chunk_name = "text_completion"
@@ -241,10 +243,11 @@ class CompletionFormat(AnswerFormat):
         options: StreamOptions | None,
         *,
         echo: Sequence[tuple[Sequence[int], str]] | None = None,
+        shows_special: bool = False,
     ) -> None:
         super().__init__(head, text, choices, options)
         self._echo = echo
-        self._columns = [_LogprobColumns(text) for _ in choices]
+        self._columns = [_LogprobColumns(text, shows_special=shows_special) for _ in choices]
 
     def _first(self, delta: TextDelta) -> bodies.CompletionChunkChoice | None:
         if self._echo is None:
@@ -252,34 +255,43 @@ class CompletionFormat(AnswerFormat):
         token_ids, text = self._echo[delta.choice]
         columns = None
         if self._has_logprobs:
-            columns = self._columns[delta.choice].take(token_ids, delta.prompt_logprobs or ())
+            logprobs = delta.prompt_logprobs or ()
+            columns = self._columns[delta.choice].take(token_ids, logprobs, prompt=text)
         return bodies.CompletionChunkChoice(delta.choice, text, columns, None)
 
     def _logprobs(self, delta: TextDelta) -> bodies.CompletionLogprobs:
         return self._columns[delta.choice].take(delta.token_ids, delta.logprobs)
 
     def _content(self, answer: TextDelta) -> tuple[str, bodies.CompletionLogprobs | None]:
-        text, token_ids, logprobs = answer.text, answer.token_ids, answer.logprobs
-        if self._echo is not None:
-            prompt_ids, prompt_text = self._echo[answer.choice]
-            text = prompt_text + text
-            token_ids = [*prompt_ids, *token_ids]
-            logprobs = [*(answer.prompt_logprobs or ()), *logprobs]
-        columns = self._columns[answer.choice]
-        return text, columns.take(token_ids, logprobs) if self._has_logprobs else None
+        text, first = answer.text, self._first(answer)
+        if first is not None:
+            text = first.text + text
+        if not self._has_logprobs:
+            return text, None
+        columns = self._logprobs(answer)
+        if first is not None and first.logprobs is not None:
+            columns = first.logprobs.followed_by(columns)
+        return text, columns
 
 
 class _LogprobColumns:
-    """The completions format of logprobs: four parallel lists, with offsets into the text."""
+    """The completions format of logprobs: four parallel lists, with offsets into the text: of a
+    character that several tokens make, all begin where it does."""
 
-    def __init__(self, text: TextModel) -> None:
+    def __init__(self, text: TextModel, *, shows_special: bool) -> None:
         self._text = text
+        self._shows_special = shows_special
         self._offset = 0
+        self._characters = getincrementaldecoder("utf-8")("replace")
 
     def take(
-        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
+        *,
+        prompt: str | None = None,
     ) -> bodies.CompletionLogprobs:
-        """Return the columns of further tokens."""
+        """Return the columns of further tokens. prompt: they are those of this text."""
         names: list[str] = []
         offsets: list[int] = []
         values: list[float | None] = []
@@ -288,11 +300,24 @@ class _LogprobColumns:
             piece = self._text.piece(token_id)
             names.append(piece.completion_name)
             offsets.append(self._offset)
-            self._offset += len(piece.text)
+            self._offset += len(self._characters.decode(self._shown(token_id, prompt)))
             value = _number(entry.logprob)
             values.append(value)
             tops.append(None if value is None else self._top(token_id, entry))
         return bodies.CompletionLogprobs(names, values, tops, offsets)
+
+    def _shown(self, token_id: int, prompt: str | None) -> bytes:
+        """Return what the text has of a token."""
+        piece = self._text.piece(token_id)
+        if self._text.is_special(token_id):
+            # A prompt has those that its client wrote, but not those that come before it.
+            is_shown = self._shows_special
+            if prompt is not None:
+                is_shown = prompt.startswith(piece.text, self._offset)
+            return piece.data if is_shown else b""
+        # Of a prompt's first word sentencepiece has a space before it that is not in the text.
+        is_first = prompt is not None and not self._offset and not prompt.startswith(" ")
+        return piece.data.removeprefix(b" ") if is_first else piece.data
 
     def _top(self, token_id: int, entry: TokenLogprobs) -> dict[str, float | None]:
         top: dict[str, float | None] = {}

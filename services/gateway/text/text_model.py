@@ -83,6 +83,8 @@ class TextModel:
         self._special_tokens = special_tokens
         self._byte_of_char = byte_alphabet() if _is_byte_level(tokenizer) else None
         self._pieces: dict[int, TokenPiece] = {}  # bounded by the vocabulary
+        added = tokenizer.get_added_tokens_decoder().items()
+        self._special = frozenset(token_id for token_id, token in added if token.special)
         self._whole = (
             {skip: WholeTexts(tokenizer, skip_special=skip) for skip in (True, False)}
             if WholeTexts.is_for(tokenizer)
@@ -221,6 +223,10 @@ class TextModel:
             include_stop=include_stop,
         )
 
+    def is_special(self, token_id: int) -> bool:
+        """Whether answers do not show a token, unless they are asked to."""
+        return token_id in self._special
+
     def piece(self, token_id: int) -> TokenPiece:
         """Return one token's own text and bytes, special tokens by name."""
         piece = self._pieces.get(token_id)
@@ -239,7 +245,7 @@ class TextModel:
         elif byte_token is not None:
             data = bytes.fromhex(byte_token[1])
         else:
-            data = token.replace("\u2581", " ").encode()
+            data = (token if table is not None else token.replace("\u2581", " ")).encode()
         return TokenPiece(data.decode("utf-8", "replace"), data)
 
     async def offload(self, run: Callable[[], T], size: int) -> T:

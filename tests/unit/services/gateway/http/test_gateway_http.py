@@ -6,20 +6,25 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
+from tokenizers import processors
 
 from services.gateway.front.auth import KeyRing, hash_key
 from services.gateway.http.door import HttpDoor
 from services.gateway.http.openai_answers import AnswerFormat
 from services.gateway.http.page_files import page_routes
 from services.gateway.http.server import Policy
+from services.gateway.text.text_model import TextModel
 from shared.version import VERSION
-from tests.support.http_client import HI, gateway
+from tests.support.http_client import HI, Client, gateway
 from tests.support.scripted_mesh import (
     ScriptedMesh,
     front_door,
+    http_gateway,
     saying,
 )
+from tests.support.tiny_tokenizer import SPECIAL, tiny_tokenizer
 
 ROUTES = {
     ("GET", "/health"): Policy.ANYBODY,
@@ -288,6 +293,33 @@ async def test_echo_with_logprobs_is_what_lm_eval_asks_for(stream: bool) -> None
         "top_logprobs": [None, {"th": -0.25}, {"and": -0.25}],
         "text_offset": [0, 3, 5],
     }
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("shows_special", [False, True])
+async def test_offsets_are_places_in_the_text(stream: bool, shows_special: bool) -> None:
+    """Of what the text does not show, and of characters that several tokens make, too."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<pad> $A", special_tokens=[("<pad>", SPECIAL.index("<pad>"))]
+    )
+    fields = {"prompt": "é<user>the🎉", "echo": True, "logprobs": 0, "stream": stream}
+    fields["skip_special_tokens"] = not shows_special
+    mesh = ScriptedMesh(saying("🎉<a>and"))
+    async with (
+        http_gateway(mesh, text=TextModel(tokenizer, None)) as url,
+        aiohttp.ClientSession() as session,
+    ):
+        client, path = Client(url, session), "/v1/completions"
+        whole = [] if stream else [await client.post(path, fields)]
+        events = whole or (await client.events(path, fields))[:-1]
+    choices = [event["choices"][0] for event in events]
+    shown = "<a>" if shows_special else ""
+    assert "".join(choice["text"] for choice in choices) == f"é<user>the🎉🎉{shown}and"
+    # <pad>, two bytes, <user>, the, four bytes; four bytes, <a>, and, <eos>
+    due = [*(0, 0, 0, 1, 7, 10, 10, 10, 10), *(11, 11, 11, 11, 12)]
+    due += [12 + len(shown), 15 + len(shown)]
+    assert [at for choice in choices for at in choice["logprobs"]["text_offset"]] == due
 
 
 async def test_max_tokens_zero_with_echo_tells_of_the_prompt_alone() -> None:
