@@ -14,8 +14,9 @@ import json
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
@@ -123,6 +124,7 @@ class Grammars:
         self._slow = _Queue(MAX_COMPILE_S, gives_up=True)
         self._known = _Newest[str, Verdict]()
         self._good = _Newest[bytes, str]()  # by what clients asked for
+        self._first: dict[bytes, _First] = {}  # likewise, of what is being checked
         self.marks: frozenset[str] = frozenset()
         """Texts that the model writes as one token of their own; see ``text_of``."""
 
@@ -132,8 +134,9 @@ class Grammars:
         self._slow.close()
 
     async def checked(self, structure: Structure) -> str:
-        """Return the grammar of a structure: at once, if it has been checked before. Cancelled, it
-        lets the next one be checked at once.
+        """Return the grammar of a structure: at once, if it has been checked before, and as soon as
+        another client's is, if that is the same. Cancelled, it lets the next one be checked at
+        once.
 
         Raises InvalidRequest: it is no structure of its kind, nothing matches it, or it is too
         large to follow. Overloaded: too many wait to be checked.
@@ -143,15 +146,39 @@ class Grammars:
         key = structure.digest
         # Out, and in again below: forgotten is what was asked for longest ago.
         grammar = self._good.pop(key, None)
-        if grammar is None:
-            try:
-                grammar = await self._quick.run(
-                    lambda check: self._checked(structure, check, is_quick=True)
-                )
-            except _TakesLonger:
-                grammar = await self._slow.run(lambda check: self._checked(structure, check))
+        while grammar is None:
+            first = self._first.get(key)
+            if first is None:
+                with self._being_first(key):
+                    grammar = await self._in_turn(structure)
+                continue
+            await first.is_over.wait()
+            if first.is_refused:  # each by the name of its own field
+                grammar = await self._in_turn(structure)
+            else:  # it is good, or its client has left
+                grammar = self._good.pop(key, None)
         self._good[key] = grammar
         return grammar
+
+    @contextmanager
+    def _being_first(self, key: bytes) -> Generator[None]:
+        first = self._first[key] = _First()
+        try:
+            yield
+        except Exception:
+            first.is_refused = True
+            raise
+        finally:
+            del self._first[key]
+            first.is_over.set()
+
+    async def _in_turn(self, structure: Structure) -> str:
+        try:
+            return await self._quick.run(
+                lambda check: self._checked(structure, check, is_quick=True)
+            )
+        except _TakesLonger:
+            return await self._slow.run(lambda check: self._checked(structure, check))
 
     def _checked(self, structure: Structure, check: Check, *, is_quick: bool = False) -> str:
         """Raises _TakesLonger: a quick check cannot say what becomes of it."""
@@ -188,6 +215,14 @@ class Grammars:
         if verdict.is_lasting:
             self._known[grammar] = verdict
         return verdict.fault
+
+
+@dataclass(slots=True)
+class _First:
+    """A check that others with the same grammar wait for."""
+
+    is_over: asyncio.Event = field(default_factory=asyncio.Event)
+    is_refused: bool = False
 
 
 class _TakesLonger(Exception):

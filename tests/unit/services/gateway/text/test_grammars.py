@@ -462,8 +462,33 @@ async def test_few_wait(monkeypatch: pytest.MonkeyPatch) -> None:
             first = tasks.create_task(grammars.checked(asked(PERSON)))
             await asyncio.sleep(0)
             with pytest.raises(Overloaded):
-                await grammars.checked(asked(PERSON))
+                await grammars.checked(asked({"type": "null"}))
         assert first.result()
+
+
+@needs_library
+async def test_many_with_one_grammar_wait_for_one_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of a batch that begins; none takes another's place. The first one's client may
+    leave, and a bad grammar is told to each by the name of its own field."""
+    monkeypatch.setattr("services.gateway.text.grammars.MAX_WAITING", 1)
+    with closing(Grammars()) as grammars:
+        async with asyncio.TaskGroup() as tasks:
+            good = [tasks.create_task(grammars.checked(asked(PERSON))) for _ in range(100)]
+            await asyncio.sleep(0)
+            good[0].cancel()
+        assert len({one.result() for one in good[1:]}) == 1
+        bad = Structure(kind="regex", value="(", param="")
+        told: list[str] = []
+
+        async def ask(param: str) -> None:
+            with pytest.raises(InvalidRequest) as error:
+                await grammars.checked(replace(bad, param=param))
+            told.append(error.value.param)
+
+        async with asyncio.TaskGroup() as tasks:
+            for param in ("regex", "guided_regex"):
+                tasks.create_task(ask(param))
+        assert told == ["regex", "guided_regex"]
 
 
 @needs_library
