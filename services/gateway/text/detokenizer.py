@@ -107,14 +107,14 @@ class ByteDetokenizer:
         """Return what ``text`` adds to what an unfinished prompt had said by itself."""
         told, self._told = self._told, ""
         self._unfinished.clear()
-        same = takewhile(lambda pair: pair[0] == pair[1], zip(told, text, strict=False))
-        return text[sum(1 for _ in same) :]
+        return text[_num_same(told, text) :]
 
 
 class StreamDetokenizer:
     """Decodes one answer of any tokenizer likewise, by the library's stream.
 
-    prompt_tail: the prompt's last tokens, when the answer continues its text.
+    prompt_tail: the prompt's last tokens, when the answer continues its text. If they end inside a
+    character the answer finishes it.
     """
 
     def __init__(
@@ -123,6 +123,10 @@ class StreamDetokenizer:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
         self._tail = list(prompt_tail)
+        told = self._decode(self._tail) if self._tail else ""
+        # Else the stream tells all that came before an unfinished character along with it.
+        self._told = told if told.endswith("\ufffd") else ""
+        self._begin = len(told)  # of what is told, in the text of all
         self._stream = self._new_stream(self._tail)
         self._ids: list[int] = []
         self._num_chars = 0
@@ -142,21 +146,35 @@ class StreamDetokenizer:
             self._stream = self._new_stream([])
             piece = self._stream.step(self._tokenizer, token_id)
         self._is_pending = not piece
+        if piece and self._told:
+            piece = piece[self._pass_told(piece) :]
         self._num_chars += len(piece or "")
         return piece or ""
 
     def flush(self) -> str:
         if not self._is_pending:
             return ""
-        before = len(self._decode(self._tail)) if self._tail else 0
         text = self._decode(self._tail + self._ids)
-        return text[before + self._num_chars :]
+        if self._told:
+            self._pass_told(text)
+        return text[self._begin + self._num_chars :]
+
+    def _pass_told(self, text: str) -> int:
+        """Return where what is new begins in a text that begins with the prompt's."""
+        self._begin, self._told = _num_same(self._told, text), ""
+        return self._begin
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special)
 
 
 Detokenizer = ByteDetokenizer | StreamDetokenizer
+
+
+def _num_same(one: str, other: str) -> int:
+    """How many characters two texts begin with alike."""
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return sum(1 for _ in same)
 
 
 class StopMatcher:

@@ -52,6 +52,10 @@ WAYS = pytest.mark.parametrize("new", [streaming, looking_up])
 """The two must give the same pieces."""
 
 
+FOX, X = "🦊".encode(), 260
+"""The bytes of a character, which are tokens below, and a word."""
+
+
 def sentencepiece_style() -> Tokenizer:
     """A tokenizer in the style of Llama 2: a space mark, byte fallback, and no space before the
     first word."""
@@ -199,6 +203,24 @@ def test_an_answer_finishes_the_character_that_a_prompt_began() -> None:
         detokenizer = ByteDetokenizer(whole, prompt_tail=ids[:cut])
         text = "".join(detokenizer.step(token_id) for token_id in ids[cut:]) + detokenizer.flush()
         assert text == "🦊b"
+
+
+@pytest.mark.parametrize(
+    ("ids", "text"),
+    [
+        ([*FOX[2:], X], "🦊x"),
+        ([*FOX[2:], X, 0xC3], "🦊x\ufffd"),
+        ([X], "x"),
+    ],
+    ids=["finished", "another begun", "left"],
+)
+def test_sentencepiece_tells_no_prompt_that_ends_inside_a_character(
+    ids: list[int], text: str
+) -> None:
+    """Its bytes are tokens of their own, and its stream would begin with all that it was given."""
+    the = 256
+    detokenizer = StreamDetokenizer(sentencepiece_style(), prompt_tail=[the, *FOX[:2]])
+    assert "".join(map(detokenizer.step, ids)) + detokenizer.flush() == text
 
 
 @given(
