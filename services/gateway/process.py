@@ -18,9 +18,11 @@ from shared.runtime.platform import real_platform
 from shared.runtime.service import Process, run_service
 
 
-def _load(model: str) -> tuple[ModelFolder, TextModel]:
-    folder = ModelFolder(resolve_model(model))
-    return folder, TextModel.load(folder)
+def load(config: GatewayConfig) -> tuple[ModelFolder, TextModel]:
+    """Return the model's folder, and its text: as many long prompts may wait to be tokenized as
+    are let in afterwards. Raises ModelError."""
+    folder = ModelFolder(resolve_model(config.model))
+    return folder, TextModel.load(folder, max_offloaded=config.max_running + config.max_waiting)
 
 
 def run_gateway(config: GatewayConfig) -> int:
@@ -41,7 +43,7 @@ def run_gateway(config: GatewayConfig) -> int:
         platform = real_platform(mesh_secret(config, os.environ), MeshTls.of(config))
         process.begins("loading the tokenizer")
         # A large tokenizer holds the thread for a second; signals are heard meanwhile.
-        folder, text = await asyncio.to_thread(_load, config.model)
+        folder, text = await asyncio.to_thread(load, config)
         try:
             gateway = Gateway(
                 config,

@@ -34,7 +34,7 @@ INLINE_CHARS = 4096
 """Texts up to this length are tokenized on the loop: about a millisecond."""
 
 MAX_OFFLOADED = 256
-"""Large texts that may wait for a thread; more are refused."""
+"""Large texts that may wait for a thread, unless it is said otherwise; more are refused."""
 
 _NUM_THREADS = 2
 _MARK = re.compile(r"<[\w/|-]+>", re.ASCII)
@@ -66,7 +66,8 @@ class TextModel:
     """The tokenizer and chat template of one model.
 
     chat_template: None = this model has none, and chat requests are refused unless they bring one.
-    special_tokens: what such a one is told. Close it at the end.
+    special_tokens: what such a one is told. max_offloaded: large texts that may wait. Close it at
+    the end.
     """
 
     def __init__(
@@ -75,6 +76,8 @@ class TextModel:
         chat_template: ChatTemplate | None,
         special_tokens: SpecialTokens = NO_SPECIAL_TOKENS,
         grammars: Grammars | None = None,
+        *,
+        max_offloaded: int = MAX_OFFLOADED,
     ) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -95,9 +98,10 @@ class TextModel:
         self._turns = TurnCache(tokenizer, self.template or "")
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenize")
         self._num_offloaded = 0
+        self._max_offloaded = max_offloaded
 
     @classmethod
-    def load(cls, folder: ModelFolder) -> TextModel:
+    def load(cls, folder: ModelFolder, *, max_offloaded: int = MAX_OFFLOADED) -> TextModel:
         """Load from a model folder.
 
         Raises ModelError: no or malformed tokenizer.json, or a malformed chat template.
@@ -109,7 +113,7 @@ class TextModel:
             raise ModelError(f"{path} is not a tokenizer: {error}") from error
         source, special_tokens = folder.chat_template, folder.special_tokens
         template = None if source is None else ChatTemplate(source, special_tokens)
-        return cls(tokenizer, template, special_tokens)
+        return cls(tokenizer, template, special_tokens, max_offloaded=max_offloaded)
 
     def close(self) -> None:
         """Stop the threads; a text in progress is finished first."""
@@ -252,7 +256,7 @@ class TextModel:
         """Run what needs no loop: here if it is small, else on a thread. Raises Overloaded."""
         if size <= INLINE_CHARS:
             return run()
-        if self._num_offloaded >= MAX_OFFLOADED:
+        if self._num_offloaded >= self._max_offloaded:
             raise Overloaded("too many long prompts are being tokenized", retry_after_s=1.0)
         self._num_offloaded += 1
         try:

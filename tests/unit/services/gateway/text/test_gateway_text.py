@@ -15,6 +15,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
+from services.gateway.process import load
 from services.gateway.text.chat_template import ChatTemplate, Rendering
 from services.gateway.text.detokenizer import (
     MAX_CHAR_BYTES,
@@ -27,7 +28,8 @@ from services.gateway.text.detokenizer import (
     WholeTexts,
 )
 from services.gateway.text.text_model import INLINE_CHARS, TextModel, byte_alphabet
-from shared.errors import InvalidRequest, ModelError
+from shared.config import GatewayConfig
+from shared.errors import InvalidRequest, ModelError, Overloaded
 from shared.model_folder import DEMO_FOLDER, ModelFolder, SpecialTokens
 from shared.request import FinishReason, SamplingParams
 from tests.support.answer_tokens import answer_tokens
@@ -462,6 +464,27 @@ async def test_a_long_text_is_tokenized_on_a_thread_with_the_same_result() -> No
     wanted = TOKENIZER.encode(text, add_special_tokens=False).ids
     assert await model.encode(text, add_special_tokens=False) == wanted
     assert await model.decode(wanted) == text
+    model.close()
+
+
+async def test_as_many_long_texts_wait_as_requests_are_let_in() -> None:
+    """A burst of long prompts is refused where it fills the queue of requests, not before."""
+    config = GatewayConfig(model=str(DEMO_FOLDER), max_running=290, max_waiting=10)
+    _, model = load(config)
+    texts = ["x" * (INLINE_CHARS + 1) for _ in range(301)]
+    num_refused = 0
+
+    async def encode(text: str) -> None:
+        nonlocal num_refused
+        try:
+            await model.encode(text, add_special_tokens=False)
+        except Overloaded:
+            num_refused += 1
+
+    async with asyncio.TaskGroup() as tasks:
+        for text in texts:
+            tasks.create_task(encode(text))
+    assert num_refused == 1
     model.close()
 
 
