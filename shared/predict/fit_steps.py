@@ -87,7 +87,7 @@ def fit_steps(samples: Sequence[StepSample]) -> FittedPhase:
 
 def line_through(samples: Sequence[StepSample]) -> tuple[float, float, float]:
     """Return a constant, and what a token and a position attended to take."""
-    line = LeastSquares(3, keep=1.0)
+    line = LeastSquares(3, keep=1.0, in_order=True)
     for sample in samples:
         line.observe((1.0, sample.num_tokens, sample.num_attended), sample.seconds)
     constant, token, attended = line.solve()

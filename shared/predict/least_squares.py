@@ -13,6 +13,9 @@ from math import sqrt
 _RIDGE = 1e-6
 """Of features scaled to 1: all that was seen may have had the same shape."""
 
+_CHEAPER = 100.0
+"""By so much one of two features is taken for the cause, where nothing seen tells them apart."""
+
 _ANCHOR = 10.0
 """So many observations outweigh what was anchored."""
 
@@ -20,12 +23,17 @@ _ANCHOR = 10.0
 class LeastSquares:
     """Coefficients c >= 0 that make the features' sum c·f come near each value, relative to it.
 
-    keep: weight of the past for each observation; 0.98 = about the last 50 count.
+    keep: weight of the past for each observation; 0.98 = about the last 50 count. in_order: of
+    features that always came in one proportion the earlier one is the cause; else they share it.
     """
 
-    def __init__(self, num_features: int, *, keep: float = 0.98) -> None:
+    def __init__(self, num_features: int, *, keep: float = 0.98, in_order: bool = False) -> None:
         self._num = num_features
         self._keep = keep
+        self._ridges = [
+            _RIDGE * _CHEAPER ** (i - num_features / 2 if in_order else 0)
+            for i in range(num_features)
+        ]
         self._places = [(i, j) for i in range(num_features) for j in range(i, num_features)]
         # Sums of products of two features, each over its value, and of the features themselves.
         self._products = [0.0] * len(self._places)
@@ -66,6 +74,8 @@ class LeastSquares:
                 [normal[min(i, j), max(i, j)] / (p * q) for j, q in zip(active, scale, strict=True)]
                 for i, p in zip(active, scale, strict=True)
             ]
+            for place, i in enumerate(active):
+                matrix[place][place] += self._ridges[i]
             found = _solved(matrix, [sums[i] / p for i, p in zip(active, scale, strict=True)])
             worst = min(range(len(found)), key=found.__getitem__)
             if found[worst] >= 0:
@@ -77,11 +87,9 @@ class LeastSquares:
 
 
 def _solved(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """Solve ``(matrix + ridge) x = right`` by elimination. It is positive definite, so no pivot is
-    looked for."""
+    """Solve ``matrix x = right`` by elimination. With its ridge it is positive definite, so no
+    pivot is looked for."""
     size = len(right)
-    for i in range(size):
-        matrix[i][i] += _RIDGE
     for i in range(size):
         for k in range(i + 1, size):
             factor = matrix[k][i] / matrix[i][i]

@@ -83,7 +83,9 @@ class StepTimeModel:
     """Learns one kind of steps and predicts them. 0 until ``MIN_STEPS`` were seen."""
 
     def __init__(self) -> None:
-        self._line = LeastSquares(3)
+        # Else of steps that were all alike a third would pass for the price of a position, and
+        # what is far longer than they were would never be let in, to be learned from.
+        self._line = LeastSquares(3, in_order=True)
         self._coefficients = (0.0, 0.0, 0.0)
         self._level = 1.0
         self._ratios = RunningQuantiles(_LEVEL_STEPS)

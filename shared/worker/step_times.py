@@ -24,8 +24,9 @@ _log = structlog.get_logger(__name__)
 PROFILE_S = 0.3
 """No step of the profile is begun later than this: who waits for the first answer waits for it."""
 
-DEPTHS = (0, 1024)
-"""Where in its sequence a chunk or a token of the profile begins."""
+DEPTH = 1024
+"""Where in its sequence every second chunk or token of the profile begins, the others at 0. In a
+short context, or a small pool, it is half of that: at 0 alone positions and tokens are one."""
 
 LEAST_LARGEST = 64
 """Chunks grow until one takes longer than the target: steps beyond it are nobody's business. So
@@ -92,8 +93,10 @@ class StepTimes:
         Raises EngineFailed: the device failed.
         """
         began_at = stopwatch()
-        prompts = chunks(engine, wanted.max_tokens, DEPTHS[bool(wanted.known) :])
-        answers = batches(engine, wanted.max_rows, DEPTHS)
+        room = min(engine.spec.max_model_len, engine.num_blocks * engine.block_size)
+        depths = (0, min(DEPTH, room // 2))
+        prompts = chunks(engine, wanted.max_tokens, depths[bool(wanted.known) :])
+        answers = batches(engine, wanted.max_rows, depths)
         for num_tokens, seconds in wanted.known:
             self._prompts.observe(num_tokens, attended(0, num_tokens), seconds)
         if wanted.max_tokens:

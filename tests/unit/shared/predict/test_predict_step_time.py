@@ -134,3 +134,16 @@ def test_predictions_grow_with_both(steps: list[tuple[int, int, float]]) -> None
     fit = model.fit()
     assert min(fit[:3]) >= 0
     assert 0 <= model.predict(1, 1) <= model.predict(2, 1) <= model.predict(2, 1000)
+
+
+def test_steps_that_were_all_alike_say_nothing_of_longer_ones() -> None:
+    """They took so long for a reason that is not known: not for what they attended to, by which a
+    longer context would seem to keep no limit. Batches of first tokens: not either."""
+    alike, firsts = StepTimeModel(), StepTimeModel()
+    for _ in range(MIN_STEPS):
+        alike.observe(1, 1, 0.010)
+    for num_rows in (1, 4, 16) * 3:
+        firsts.observe(num_rows, num_rows, real_s(num_rows, 0))
+    assert alike.predict(1, 160) == pytest.approx(0.010, rel=0.03)
+    assert alike.predict(8, 8000) < 0.02
+    assert firsts.predict(4, 4000) == pytest.approx(real_s(4, 0), rel=0.05)
