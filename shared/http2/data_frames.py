@@ -8,7 +8,7 @@ have kept them. Whatever is not so plain, the first frame that breaks a rule inc
 h2 untouched, so what is refused and how is h2's word alone. Figures: bench/gateway/README.md.
 
 Whether h2 holds the beginning of a frame is asked of h2; nothing is held here. Touches internals of
-h2 4.4, which is pinned below 5; tests/property/test_rpc_data_frames.py watches the seams.
+h2 4.4, which is pinned below 4.5; tests/property/test_rpc_data_frames.py watches the seams.
 """
 
 from __future__ import annotations
