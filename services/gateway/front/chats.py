@@ -74,7 +74,7 @@ async def asked_chat(
     thinks = front.thinks and tells_thinking
     if thinks and form.structure is not None:
         form.structure = replace(form.structure, thought=prompt.thought)
-    await front.structured(form)
+    await front.structured(caller, form)
     choices = front.choices(caller, model, [prompt], form)
     return AskedChat(model, form, choices, _teller_maker(use, prompt, front, thinks=thinks))
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Gauge
 
@@ -29,12 +29,14 @@ from services.gateway.text.text_model import TextModel
 from services.gateway.text.tool_calls import ThoughtParser
 from services.gateway.text.tool_families import Family, chosen_family, chosen_thinking
 from shared.config import GatewayConfig
-from shared.errors import NotFound
+from shared.errors import DeadlinePassed, NotFound
 from shared.ids import RandomBytes, RequestId, new_request_id
 from shared.telemetry.moments import Moment, note
 from shared.telemetry.tallies import Counts
 from shared.telemetry.tracing import NO_SPAN, NO_TRACER, Tracer, TraceSpan
 from shared.tenants import NOTHING_ASKED, Asked
+
+Result = TypeVar("Result")
 
 
 @dataclass(slots=True, kw_only=True)  # frozen costs three times as much to make
@@ -106,6 +108,19 @@ class ClientMetrics:
             "Calls in progress, this scrape among them",
             registry=self.registry,
         ).set_function(lambda: self.num_running)
+
+
+async def in_time(caller: Caller, work: Awaitable[Result]) -> Result:
+    """Wait for what comes before the mesh is asked: many long prompts, or slow grammars, may stand
+    before it. Raises DeadlinePassed."""
+    limit = asyncio.timeout_at(caller.deadline_at)
+    try:
+        async with limit:
+            return await work
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise DeadlinePassed("the deadline passed before the request could be read") from None
 
 
 class FrontDoor:
@@ -210,7 +225,7 @@ class FrontDoor:
         caller: Caller,
         cache_salt: bytes = b"",
     ) -> Prompt:
-        """Render messages and tokenize them. Raises InvalidRequest, Overloaded."""
+        """Render messages and tokenize them. Raises InvalidRequest, Overloaded, DeadlinePassed."""
         if rendering.continue_final_message and rendering.add_generation_prompt:
             raise limits.refusal(
                 "continue_final_message", "does not go with add_generation_prompt: true"
@@ -230,12 +245,13 @@ class FrontDoor:
             limits.checked_count(
                 len(template), limits.MAX_TEMPLATE_CHARS, param="chat_template", what="characters"
             )
-        rendered = await self.text.render(messages, rendering)
+        rendered = await in_time(caller, self.text.render(messages, rendering))
         if rendering.add_special_tokens:
-            ids = await self.text.encode(rendered, add_special_tokens=True)
+            encoded = self.text.encode(rendered, add_special_tokens=True)
         else:
             owner = b"/".join((caller.key.cache_salt, cache_salt))  # a salt has no slash
-            ids = await self.text.encode_chat(rendered, owner)
+            encoded = self.text.encode_chat(rendered, owner)
+        ids = await in_time(caller, encoded)
         end = rendered.rstrip()
         thought: Thought = "may"
         if end.endswith(ThoughtParser.BEGIN):
@@ -244,15 +260,16 @@ class FrontDoor:
             thought = ""
         return Prompt(token_ids=tuple(ids), thought=thought)
 
-    async def structured(self, form: Form) -> None:
+    async def structured(self, caller: Caller, form: Form) -> None:
         """Have a form's answers follow its structure, if it has one.
 
         Raises InvalidRequest: nothing can follow it, or not beside the form's other fields.
-        Overloaded: too many grammars wait to be checked.
+        Overloaded: too many grammars wait to be checked. DeadlinePassed.
         """
         if form.structure is not None:
             limits.require_guidable(form.sampling, form.structure.param)
-            form.sampling.grammar = await self.text.grammars.checked(form.structure)
+            checked = self.text.grammars.checked(form.structure)
+            form.sampling.grammar = await in_time(caller, checked)
 
     def choices(
         self, caller: Caller, model: ServedModel, prompts: Sequence[Prompt], form: Form

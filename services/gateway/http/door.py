@@ -18,7 +18,7 @@ from services.gateway import limits
 from services.gateway.front.answers import Choice
 from services.gateway.front.calls import Call
 from services.gateway.front.chats import AskedChat
-from services.gateway.front.frontdoor import FrontDoor, Prompt, asked_by
+from services.gateway.front.frontdoor import FrontDoor, Prompt, asked_by, in_time
 from services.gateway.http import bodies
 from services.gateway.http.answering import answered, asked_of, head_of_answer
 from services.gateway.http.anthropic_answers import (
@@ -300,10 +300,10 @@ class HttpDoor:
         """Continue one or several prompts, whole or as a stream of events."""
         body = await read_body(request, call, _COMPLETION)
         form = body.form()
-        await self._front.structured(form)
+        await self._front.structured(call.caller, form)
         call.caller.asked = asked_by(request.headers)
         model = await self._front.model(body.model, call.caller)
-        prompts = await self._prompts(body)
+        prompts = await in_time(call.caller, self._prompts(body))
         choices = self._front.choices(call.caller, model, prompts, form)
         echo = await self._echo(choices, prompts) if body.echo else None
         head = head_of_answer(call, model, "cmpl-")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from services.gateway.http.door import HttpDoor
 from services.gateway.http.openai_answers import AnswerFormat
 from services.gateway.http.page_files import page_routes
 from services.gateway.http.server import Policy
+from services.gateway.text.grammars import Grammars
 from services.gateway.text.text_model import TextModel
 from shared.version import VERSION
 from tests.support.http_client import HI, Client, gateway
@@ -428,3 +430,29 @@ async def test_a_timeout_header_becomes_the_deadline() -> None:
             assert (await client.ask("POST", "/v1/completions", **options))[0] == status
     (request,) = mesh.requests
     assert request.deadline_at == pytest.approx(request.arrived_at + 2.5)
+
+
+@pytest.mark.parametrize(
+    ("slow", "path", "body"),
+    [
+        ("encode_all", "/v1/completions", {"prompt": "a"}),
+        ("encode_chat", "/v1/chat/completions", {"messages": HI}),
+        ("checked", "/v1/completions", {"prompt": [1], "structured_outputs": {"regex": "a"}}),
+    ],
+)
+async def test_a_deadline_counts_before_the_mesh_is_asked(
+    slow: str, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many long prompts, or slow grammars, stand before it."""
+
+    async def for_ever(*_: Any, **__: Any) -> None:
+        await asyncio.Event().wait()
+
+    owner = Grammars if slow == "checked" else TextModel
+    monkeypatch.setattr(owner, slow, for_ever)
+    mesh = ScriptedMesh()
+    async with gateway(mesh) as client:
+        headers = {"X-Request-Timeout": "0.05"}
+        status, _, told = await client.ask("POST", path, json=body, headers=headers)
+    assert (status, told["error"]["code"]) == (504, "deadline")
+    assert not mesh.requests
