@@ -363,7 +363,8 @@ def _text(value: Any, param: str) -> str:
 
 
 def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    # Every control character is an escape to Lark; to JSON, DEL is none.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _lark(text: str, param: str) -> str:

@@ -217,7 +217,7 @@ def test_names_lead_where_they_lead(naming: dict[str, Any], ref: str) -> None:
         (True, "json_schema"),
         ({"type": "string", "format": "password"}, "json_schema"),
         ("[a-z]+@[a-z]+", "regex"),
-        (["yes", 'no "quoted"\n', "é"], "choice"),
+        (["yes", 'no "quoted"\n\x00\x7f', "é"], "choice"),
         ('root ::= "a" | "b" root', "grammar"),
         ('start: "a" NUMBER\nNUMBER: /[0-9]+/', "grammar"),
         ([{"trigger": "<f", "begin": "<f>", "schema": {}, "end": "</f>"}], "tags"),
