@@ -13,7 +13,7 @@ from math import sqrt
 _RIDGE = 1e-6
 """Of features scaled to 1: all that was seen may have had the same shape."""
 
-_CHEAPER = 100.0
+_CHEAPER = 1000.0
 """By so much one of two features is taken for the cause, where nothing seen tells them apart."""
 
 _ANCHOR = 10.0

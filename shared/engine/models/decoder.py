@@ -202,7 +202,6 @@ def with_own_head(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
     _log.warning(
         "the head is not tied: config.json says so, but the checkpoint has another",
         file=str(tensors[head].path),
-        tensor=head,
     )
     return replace(config, tie_word_embeddings=False)
 
