@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import structlog
 
 from shared import wire
-from shared.address import Address, parse_address
+from shared.address import Address, is_loopback, parse_address
 from shared.config import MESH_PORT
 from shared.errors import (
     IncompatiblePeer,
@@ -211,7 +211,7 @@ class Registration:
                 reason: MeshError = WorkerLost("the gateway ended the registration")
             except IncompatiblePeer as refusal:
                 link.is_refused = True
-                if not self._was_accepted and all(it.is_refused for it in self._links.values()):
+                if not (self._was_accepted or any(it.may_accept for it in self._links.values())):
                     raise
                 reason = refusal
             except MeshError as error:
@@ -249,7 +249,7 @@ class Registration:
             self._network.channel(link.address) as channel,
             open_stream(channel, REGISTRY_JOIN) as stream,
         ):
-            link.is_connected = True
+            link.is_connected = link.is_there = True
             await stream.send(wire.WorkerReport(announce=self._announce()))
             try:
                 gateway = await self._shake_hands(stream)
@@ -390,13 +390,19 @@ class _Link:
         self.address = address
         self.gateway: Incarnation | None = None
         self.is_connected = False
-        self.is_refused = False
+        self.is_there = self.is_refused = False
         self.stream: ClientStream[Any, Any] | None = None
         self.has_news = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
         self.kv_interval_s = self.kv_due_at = 0.0
         self.peers: tuple[MeshPeer, ...] = ()
         """Whom its gateway names as standing partners."""
+
+    @property
+    def may_accept(self) -> bool:
+        """Whether it has not refused this worker. What is not there yet may come, but for another
+        address of this machine: ``localhost`` is ::1, too, where hardly anybody listens."""
+        return not self.is_refused and (self.is_there or not is_loopback(self.address.host))
 
 
 def _merged(named: Iterable[Sequence[MeshPeer]]) -> tuple[MeshPeer, ...]:

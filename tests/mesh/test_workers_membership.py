@@ -240,6 +240,26 @@ async def test_a_first_refusal_is_final_and_says_why() -> None:
 
 
 @virtual_time
+async def test_the_other_address_of_localhost_is_not_waited_for() -> None:
+    """The gateway listens on one of them. A host elsewhere may come yet."""
+
+    async def body(world: World) -> None:
+        gateway = await world.gateway("127.0.0.1")
+        gateway.refusal = IncompatiblePeer("this mesh serves another model")
+        world.network.fabric.set_name("gateways", ["127.0.0.1", "10.0.0.5"])
+        world.network.fabric.set_name("localhost", ["::1", "127.0.0.1"])
+        world.client("gateways")
+        await asyncio.wait([world.task], timeout=60.0)
+        assert not world.task.done()
+        world.task.cancel()
+        world.client("localhost")
+        await asyncio.wait([world.task], timeout=60.0)
+        assert "another model" in str(world.error)
+
+    await in_world(body)
+
+
+@virtual_time
 async def test_a_refusal_after_membership_is_not_the_end() -> None:
     """A restarted gateway that met a stranger first must not take the whole mesh down."""
 
