@@ -22,6 +22,7 @@ from typing import IO
 
 import msgspec
 
+from shared.errors import Overloaded
 from shared.grammar import library, matcher
 from shared.runtime.child import our_code
 
@@ -64,7 +65,10 @@ class GrammarProcess:
         self._is_closed = False
 
     def check(self, grammar: str) -> Verdict:
-        """Return the verdict on a grammar. Raises InvalidRequest: the library is not installed."""
+        """Return the verdict on a grammar.
+
+        Raises InvalidRequest: the library is not installed. Overloaded: no process can be started.
+        """
         library()
         child = self._started()
         if child is None:
@@ -113,13 +117,19 @@ class GrammarProcess:
                 return None
             if self._child is not None:
                 return self._child
-            child = self._child = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__],
-                env={**os.environ, **our_code()},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                start_new_session=True,  # to be ended with its forks, and not by the terminal's ^C
-            )
+            try:
+                child = self._child = subprocess.Popen(
+                    [sys.executable, "-P", "-m", __name__],
+                    env={**os.environ, **our_code()},
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    start_new_session=True,  # ends with its forks, and not by the terminal's ^C
+                )
+            except OSError as error:  # no memory, descriptors or process ids for one more
+                raise Overloaded(
+                    f"no process can be started that checks grammars: {error.strerror}",
+                    retry_after_s=1.0,
+                ) from error
         assert child.stdout is not None
         if _says_something(child.stdout, STARTS_WITHIN_S):
             child.stdout.readline()  # it is there: its start does not count

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import resource
 import signal
+import subprocess
 import time
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -550,3 +552,23 @@ def test_a_process_that_dies_is_started_again() -> None:
     verdict = process.check(grammar)
     assert verdict.fault
     assert not verdict.is_lasting
+
+
+@needs_library
+async def test_a_machine_without_room_for_the_process_is_no_fault_of_the_grammar(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is served when there is room again."""
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    grammars = Grammars()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(subprocess, "Popen", refused)
+            with pytest.raises(Overloaded, match="no process can be started"):
+                await grammars.checked(asked("[ab]", "regex"))
+        assert await grammars.checked(asked("[ab]", "regex"))
+    finally:
+        grammars.close()
