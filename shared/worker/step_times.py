@@ -33,8 +33,8 @@ LEAST_LARGEST = 64
 many tokens are tried whatever the target."""
 
 LEAST_SHAPES = 3
-"""So many shapes are tried however long they take: a line has three coefficients, and through one
-shape a step's constant would pass for the price of what it attends to."""
+"""So many shapes are tried however long they take: a line has three coefficients, and what one
+shape does not tell apart counts as the step's constant."""
 
 REPETITIONS = 3
 """The quickest of them counts: what disturbs a step only ever slows it. Beyond the limit of time

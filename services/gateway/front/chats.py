@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from services.gateway import limits
 from services.gateway.front.answers import Choice, TextDelta
-from services.gateway.front.frontdoor import Caller, Form, FrontDoor, Prompt
+from services.gateway.front.frontdoor import Caller, Form, FrontDoor, Prompt, in_time
 from services.gateway.front.tool_fields import NamedTool, ToolBody, ToolUse, size_of, tool_use
 from services.gateway.mesh import ServedModel
 from services.gateway.text.chat_template import Rendering
@@ -67,14 +67,15 @@ async def asked_chat(
     """
     use = await _used(asked, form, front)
     model = await front.model(model_name, caller)
-    prompt = await front.chat_prompt(messages(), rendering, caller, form.cache_salt)
+    reading = front.chat_prompt(messages(), rendering, caller, form.cache_salt)
+    prompt = await in_time(caller, reading)
     if is_counted and form.truncate_prompt_tokens != -1:  # which cuts to what leaves room
         num_more = len(prompt.token_ids) - 1  # an answer's length keeps to its range
         model = replace(model, max_model_len=model.max_model_len + num_more)
     thinks = front.thinks and tells_thinking
     if thinks and form.structure is not None:
         form.structure = replace(form.structure, thought=prompt.thought)
-    await front.structured(caller, form)
+    await in_time(caller, front.structured(form))
     choices = front.choices(caller, model, [prompt], form)
     return AskedChat(model, form, choices, _teller_maker(use, prompt, front, thinks=thinks))
 

@@ -225,7 +225,7 @@ class FrontDoor:
         caller: Caller,
         cache_salt: bytes = b"",
     ) -> Prompt:
-        """Render messages and tokenize them. Raises InvalidRequest, Overloaded, DeadlinePassed."""
+        """Render messages and tokenize them. Raises InvalidRequest, Overloaded."""
         if rendering.continue_final_message and rendering.add_generation_prompt:
             raise limits.refusal(
                 "continue_final_message", "does not go with add_generation_prompt: true"
@@ -245,13 +245,12 @@ class FrontDoor:
             limits.checked_count(
                 len(template), limits.MAX_TEMPLATE_CHARS, param="chat_template", what="characters"
             )
-        rendered = await in_time(caller, self.text.render(messages, rendering))
+        rendered = await self.text.render(messages, rendering)
         if rendering.add_special_tokens:
-            encoded = self.text.encode(rendered, add_special_tokens=True)
+            ids = await self.text.encode(rendered, add_special_tokens=True)
         else:
             owner = b"/".join((caller.key.cache_salt, cache_salt))  # a salt has no slash
-            encoded = self.text.encode_chat(rendered, owner)
-        ids = await in_time(caller, encoded)
+            ids = await self.text.encode_chat(rendered, owner)
         end = rendered.rstrip()
         thought: Thought = "may"
         if end.endswith(ThoughtParser.BEGIN):
@@ -260,16 +259,15 @@ class FrontDoor:
             thought = ""
         return Prompt(token_ids=tuple(ids), thought=thought)
 
-    async def structured(self, caller: Caller, form: Form) -> None:
+    async def structured(self, form: Form) -> None:
         """Have a form's answers follow its structure, if it has one.
 
         Raises InvalidRequest: nothing can follow it, or not beside the form's other fields.
-        Overloaded: too many grammars wait to be checked. DeadlinePassed.
+        Overloaded: too many grammars wait to be checked.
         """
         if form.structure is not None:
             limits.require_guidable(form.sampling, form.structure.param)
-            checked = self.text.grammars.checked(form.structure)
-            form.sampling.grammar = await in_time(caller, checked)
+            form.sampling.grammar = await self.text.grammars.checked(form.structure)
 
     def choices(
         self, caller: Caller, model: ServedModel, prompts: Sequence[Prompt], form: Form

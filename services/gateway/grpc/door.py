@@ -241,7 +241,7 @@ class Inference:
             ids = column_of(request.token_ids, "token_ids")
         else:
             ids = await front.text.encode(request.text, add_special_tokens=True)
-        await front.structured(caller, form)
+        await front.structured(form)
         choices = front.choices(caller, model, [Prompt(token_ids=tuple(ids))], form)
         return AskedChat(model, form, choices, None)
 

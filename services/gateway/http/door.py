@@ -300,7 +300,7 @@ class HttpDoor:
         """Continue one or several prompts, whole or as a stream of events."""
         body = await read_body(request, call, _COMPLETION)
         form = body.form()
-        await self._front.structured(call.caller, form)
+        await in_time(call.caller, self._front.structured(form))
         call.caller.asked = asked_by(request.headers)
         model = await self._front.model(body.model, call.caller)
         prompts = await in_time(call.caller, self._prompts(body))
