@@ -20,6 +20,10 @@ if not any(Path("/dev").glob("nvidia[0-9]*")):
     # tests of our kernels uses it (tests/support/interpreted.py).
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# grpcio, a client in some tests, starts threads of its own in whatever is forked, and one of them
+# may write into the new program's stderr before exec ends it.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
 # What workers of tests measure of a machine that is busy with tests is not for the user's own.
 os.environ.setdefault("PDMESH_PROFILE_FILE", str(Path(__file__).parents[1] / ".cache" / "profiles"))
 

@@ -215,6 +215,7 @@ class Registration:
                     raise
                 reason = refusal
             except MeshError as error:
+                link.is_absent = not link.is_connected
                 reason = error
             finally:
                 was_joined = self._left(link)
@@ -249,7 +250,7 @@ class Registration:
             self._network.channel(link.address) as channel,
             open_stream(channel, REGISTRY_JOIN) as stream,
         ):
-            link.is_connected = link.is_there = True
+            link.is_connected, link.is_absent = True, False
             await stream.send(wire.WorkerReport(announce=self._announce()))
             try:
                 gateway = await self._shake_hands(stream)
@@ -390,7 +391,7 @@ class _Link:
         self.address = address
         self.gateway: Incarnation | None = None
         self.is_connected = False
-        self.is_there = self.is_refused = False
+        self.is_absent = self.is_refused = False
         self.stream: ClientStream[Any, Any] | None = None
         self.has_news = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
@@ -400,9 +401,9 @@ class _Link:
 
     @property
     def may_accept(self) -> bool:
-        """Whether it has not refused this worker. What is not there yet may come, but for another
-        address of this machine: ``localhost`` is ::1, too, where hardly anybody listens."""
-        return not self.is_refused and (self.is_there or not is_loopback(self.address.host))
+        """Whether it has not refused this worker. Who was absent may come, but for an address of
+        this machine: ``localhost`` is ::1, too, where hardly anybody listens."""
+        return not (self.is_refused or (self.is_absent and is_loopback(self.address.host)))
 
 
 def _merged(named: Iterable[Sequence[MeshPeer]]) -> tuple[MeshPeer, ...]:

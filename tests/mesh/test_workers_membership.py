@@ -260,6 +260,23 @@ async def test_the_other_address_of_localhost_is_not_waited_for() -> None:
 
 
 @virtual_time
+async def test_who_refuses_first_does_not_speak_for_a_gateway_beside_it() -> None:
+    """Two meshes on one machine, and the connection to the second is not made yet."""
+
+    async def body(world: World) -> None:
+        gateway = await world.gateway("127.0.0.1")
+        gateway.refusal = IncompatiblePeer("this mesh serves another model")
+        await world.gateway("127.0.0.2")
+        world.network.fabric.hold("worker", "127.0.0.2")
+        client = world.client("127.0.0.1", "127.0.0.2")
+        await asyncio.sleep(0.05)
+        world.network.fabric.release("worker", "127.0.0.2")
+        await client.joined(1)
+
+    await in_world(body)
+
+
+@virtual_time
 async def test_a_refusal_after_membership_is_not_the_end() -> None:
     """A restarted gateway that met a stranger first must not take the whole mesh down."""
 
