@@ -17,6 +17,9 @@ JOBS   ?= auto
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
+# Tests start processes by the hundred: without bytecode each would compile the whole of pdmesh anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help setup demo tour test test-all setup-vllm test-vllm compose-test check fmt proto docs clients screenshots up bench gpu-check release clean
 
 help: ## list the verbs

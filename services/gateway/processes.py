@@ -106,7 +106,10 @@ class _Child:
     async def keep_running(self) -> None:
         """Run it until ``stop``. Raises ProcessFailed: it ended before it was ready once."""
         while not self._is_stopping:
-            await self._run_once()
+            try:
+                await self._run_once()
+            except OSError as error:  # no memory, descriptors or process ids for one more
+                self._error = f"it cannot be started: {error.strerror}"
             if self._is_stopping:
                 return
             reason = self._error or f"it ended with exit code {self.exit_code}"

@@ -180,6 +180,7 @@ def test_kv_of_replayed_steps_is_where_it_belongs(triton_of: EngineOf) -> None:
         torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_what_a_replay_samples_and_reports_is_the_same(triton_of: EngineOf) -> None:
     """Greedy, drawn, penalised and biased rows; tokens equal, logprobs close."""
     kinds: list[dict[str, Any]] = [
@@ -209,6 +210,7 @@ def test_what_a_replay_samples_and_reports_is_the_same(triton_of: EngineOf) -> N
             assert tops[0] == tops[1]
 
 
+@pytest.mark.slow
 async def test_tokens_stay_on_the_device_between_steps(
     triton_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,6 +336,7 @@ def test_nothing_of_the_padding_block_reaches_a_row(triton_of: EngineOf) -> None
     assert torch.equal(hidden_of(engine, rows), want)
 
 
+@pytest.mark.slow
 def test_padding_rows_write_to_the_padding_block_alone(triton_of: EngineOf) -> None:
     """A step of one row in a bucket of four changes that row's slot, and the padding block."""
     engine = triton_of(max_graph_rows=4)

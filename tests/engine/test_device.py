@@ -125,6 +125,7 @@ def test_expandable_segments_are_refused(environment: dict[str, str], has: bool)
         require_shareable_memory(environment)
 
 
+@pytest.mark.slow
 def test_of_two_variables_torch_reads_the_one_with_cuda_in_its_name() -> None:
     """What ``has_expandable_segments`` supposes, asked of torch itself."""
     program = "import torch; print(torch._C._accelerator_getAllocatorSettings())"

@@ -485,6 +485,7 @@ def test_where_no_build_can_be_put(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         build.compile_into(tmp_path, "bfloat16", "avx2")
 
 
+@pytest.mark.slow
 def test_who_waits_for_a_compiler_that_hangs_believes_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from tests.protocol.test_transfer_shells import SLOW_WIRE, storm
 from tests.support.loopback import LoopbackFabric
 from tests.support.no_fence import take_fence_away
 from tests.support.stamped_kv import StampedKv, stamps
+from tests.support.tiers import few
 from tests.support.transfer_ends import in_virtual_time, running_ends
 
 pytestmark = pytest.mark.torch
@@ -69,7 +70,7 @@ class VllmKv(StampedKv):
 
 
 @pytest.mark.parametrize("has_fence", [True, False])
-@pytest.mark.parametrize("has_windows", [False, True])
+@pytest.mark.parametrize("has_windows", few([False, True], True))
 @in_virtual_time
 async def test_late_writes_reach_nobodys_blocks_but_without_the_fence(
     has_windows: bool, has_fence: bool, monkeypatch: pytest.MonkeyPatch

@@ -42,7 +42,6 @@ def plain(response: Response) -> tuple[str, str | None, int]:
     return response.output_text, response.status, response.usage.output_tokens
 
 
-@pytest.mark.quick
 async def test_a_response_streamed_is_the_response_whole(client: AsyncOpenAI, model: str) -> None:
     """As raw events, and as the client's own stream puts them together; and as a chat says it."""
     asked: Any = {"model": model, "input": "Tell a story.", "instructions": "Be brief.", **SHORT}

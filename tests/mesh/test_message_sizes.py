@@ -53,6 +53,7 @@ async def test_prompt_logprobs_beyond_one_message_fail_their_request_alone() -> 
         assert mesh.gateway.sessions[mesh.prefills[0].incarnation].is_open
 
 
+@pytest.mark.slow
 @virtual_time
 async def test_prompt_logprobs_just_below_the_limit_arrive() -> None:
     """Three such messages at once are no gateway that does not read."""

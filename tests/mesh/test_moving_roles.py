@@ -91,6 +91,7 @@ async def test_a_spike_of_prompts_borrows_the_token_pool_and_lets_it_go() -> Non
         assert pools(mesh) == ["prompt", "token", "token"]
 
 
+@pytest.mark.slow
 @virtual_time
 async def test_a_prompt_that_begins_deep_in_the_cache_gets_its_first_row_a_step_later() -> None:
     """Beside answers a step's budget is time: tokens cost more the deeper they lie, so there may be

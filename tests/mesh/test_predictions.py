@@ -81,6 +81,7 @@ async def test_what_is_known_to_be_cached_is_predicted_and_judged(policy: str) -
         assert (prediction["ttft_error"] is not None) is knows
 
 
+@pytest.mark.slow
 @virtual_time
 async def test_a_worker_whose_predictions_are_wrong_is_routed_by_load_alone() -> None:
     """Its steps take twice as long as it says, minute after minute: it is not believed, and is

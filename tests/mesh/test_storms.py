@@ -27,6 +27,7 @@ def test_many_more_of_them(kind: str, tmp_path: Path) -> None:
         storm(seed, kind, folder)
 
 
+@pytest.mark.slow
 def test_the_same_seed_has_the_same_history(tmp_path: Path) -> None:
     """Else what failed could not be replayed."""
     histories = set[str]()

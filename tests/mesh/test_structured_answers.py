@@ -68,6 +68,7 @@ async def test_answers_are_valid_and_the_same_alone_and_together() -> None:
     assert [one.token_ids for one in plain] == [one.token_ids for one in alone[:2]]
 
 
+@pytest.mark.slow
 @virtual_time
 async def test_the_same_answer_after_a_worker_is_killed_anywhere() -> None:
     """Before the first token and amid the answer, prefill or decode: the same text, valid."""

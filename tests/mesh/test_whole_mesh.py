@@ -96,6 +96,7 @@ def requests() -> list[Any]:
     return [it for it in gc.get_objects() if type(it) in (RequestShell, Lifecycle)]
 
 
+@pytest.mark.slow
 @virtual_time
 async def test_an_answer_leaves_nothing_to_the_garbage_collector() -> None:
     """When it is over its shell is gone: nothing of it refers to itself in a circle."""
@@ -150,6 +151,7 @@ async def test_a_repeated_prompt_is_told_as_cached() -> None:
         assert second.receipt["transfer_bytes"] < first.receipt["transfer_bytes"] / 4
 
 
+@pytest.mark.slow
 @virtual_time
 async def test_a_burst_that_a_gateway_takes_is_refused_by_no_worker() -> None:
     """Who is beyond ``--max-running`` waits in the gateway; one worker of each role takes all who

@@ -225,7 +225,6 @@ BAD_HEADERS: dict[str, tuple[dict[str, str], int, str | None]] = {
 }
 
 
-@pytest.mark.quick
 async def test_bad_requests_over_http_are_typed_and_name_their_field(target: Target) -> None:
     """A status, a code, the field at fault and a sentence; never a word of our insides."""
     url = f"http://127.0.0.1:{target.gateway.facts['http_port']}"

@@ -88,7 +88,6 @@ async def test_two_workers_serve_alone_and_one_dies_amid_answers(
     assert (worker["role"], worker["paired"]) == ("decode", [worker["incarnation"]])
 
 
-@pytest.mark.quick
 async def test_a_worker_that_is_told_to_end_finishes_what_it_has(
     mesh: ProcessMesh, name_of: Callable[[int], str]
 ) -> None:

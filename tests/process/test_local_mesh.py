@@ -63,7 +63,6 @@ async def test_up_serves_a_request_and_ctrl_c_leaves_nothing() -> None:
     assert "Traceback" not in up.err
 
 
-@pytest.mark.quick
 async def test_generate_streams_a_right_answer_and_its_receipt() -> None:
     """The bundled model finds the code in KV that was moved; SIGTERM ends a mesh with 0."""
     async with pdmesh("up", "--prefill", "1", *SMALL) as up:

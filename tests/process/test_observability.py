@@ -99,7 +99,6 @@ async def bench() -> AsyncIterator[Bench]:
         yield bench
 
 
-@pytest.mark.quick
 async def test_every_receipt_adds_up(bench: Bench) -> None:
     """Over real processes: the phases are the time to the first token, to the microsecond, which is
     less than the client waited; and each field is there."""

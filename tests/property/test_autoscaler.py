@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 from typing import NamedTuple
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -97,6 +98,7 @@ def test_no_number_falls_within_ten_minutes_of_a_rise(
                 assert is_overfull, (at, then)
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(st.floats(0.1, 12.0), st.floats(2.0, 200.0), SHAPES)
 def test_an_even_load_comes_to_rest_where_it_fits(

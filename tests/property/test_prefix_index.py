@@ -8,6 +8,7 @@ from functools import reduce
 from operator import xor
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -239,6 +240,7 @@ CHAIN = list(range(1, 300))
 """Keys of a prompt of more granules than a byte counts."""
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.integers(0, 200), st.integers(0, 1 << 30), max_size=24), st.booleans())
 def test_columns_of_holdings_say_what_one_worker_alone_has(
     sources: dict[int, int], is_tiered: bool

@@ -318,6 +318,7 @@ def test_the_same_runs_without_the_fence_are_caught(
     assert caught >= 2
 
 
+@pytest.mark.slow
 def test_hypothesis_too_finds_the_missing_fence(monkeypatch: pytest.MonkeyPatch):
     """The state machine above fails without the fence, so it would fail with a broken one."""
     take_fence_away(monkeypatch)

@@ -77,6 +77,7 @@ def every(*stretches: tuple[float, float]) -> Iterator[float]:
             at_s += 1 / rate
 
 
+@pytest.mark.slow
 def test_a_step_times_three_is_over_a_minute_after_the_start_up() -> None:
     """Meanwhile what would be late is refused at once; and nobody flaps."""
     mesh = a_mesh(2, 1)

@@ -29,6 +29,7 @@ def some_asks(num_requests: int = 500) -> tuple[Ask, ...]:
     return plan(SESSIONS, Load(rate=2.6, num_requests=num_requests)).asks
 
 
+@pytest.mark.slow
 def test_the_policies_come_out_in_order_on_sessions() -> None:
     """Who knows more of the prefixes is served sooner, and computes less."""
     asks = some_asks()

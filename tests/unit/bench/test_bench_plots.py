@@ -18,6 +18,7 @@ pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
 
 
+@pytest.mark.slow
 def test_pictures_are_drawn_in_both_formats_with_their_names(tmp_path: Path) -> None:
     """Lines and bars, each picture in files of its own, whose names tell them apart; drawn again
     they are the same bytes."""

@@ -36,6 +36,7 @@ from shared.kv.journal import Journal, Tier, key_of
 from shared.kv.pool import BlockPool
 from shared.kv.prefix_hash import prefix_hashes, root_hash
 from shared.kv.tiers import CachePolicy, SlotTier, WriteBehind
+from tests.support.tiers import few
 
 MODEL_KEY = b"a model"
 POOL_BLOCKS = 400
@@ -180,7 +181,7 @@ def require_the_replay(
 
 
 @pytest.mark.parametrize("policy", list(POLICIES))
-@pytest.mark.parametrize("num_slots", [40, 300])
+@pytest.mark.parametrize("num_slots", few([40, 300], 40))
 def test_a_tier_hits_as_the_replay_says(policy: Policy, num_slots: int) -> None:
     """Of every drawn request, under every policy, and the gateway knows beforehand."""
     worker = require_the_replay(drawn(400, seed=num_slots), policy, num_slots)

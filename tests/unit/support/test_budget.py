@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROJECT = Path(__file__).parents[3]
 
 
+@pytest.mark.slow
 def test_what_would_begin_too_late_is_skipped_and_said_to_be() -> None:
     """The first test of a file always runs; with no time left the others do not."""
     done = subprocess.run(

@@ -55,6 +55,7 @@ printf '%s\\n' ${{COMPREPLY[@]+"${{COMPREPLY[@]}}"}}
     assert {word.strip() for word in run.stdout.split()} == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shell", "sign"), [("zsh", "#compdef pdmesh"), ("fish", "complete -c pdmesh")]
 )

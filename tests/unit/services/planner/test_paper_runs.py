@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from services.cli.bench.sources import SHAPES
 from services.planner.core.paper_table import PaperTable
 from services.planner.paper_runs import (
@@ -41,6 +43,7 @@ def test_orca_lets_nobody_overtake() -> None:
     assert found["tokens/s of 4 pipeline stages over 1, batches of 8"] > 2
 
 
+@pytest.mark.slow
 def test_sarathi_bounds_gaps_at_a_small_price() -> None:
     """The budget that fits the limit serves most, under either limit."""
     found = figures(sarathi_tables())

@@ -76,6 +76,7 @@ def test_a_request_alone_is_its_steps_and_a_few_words() -> None:
     assert gaps == pytest.approx([step_s] * 3, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_mesh_may_take_all_day() -> None:
     """Far too much work for a mesh is done in the end, however long that takes."""
     mesh = mesh_of(cost=replace(COST, base_s=60.0), skips=True)

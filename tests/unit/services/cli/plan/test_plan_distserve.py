@@ -67,6 +67,7 @@ def place(*flags: str) -> int:
     return main(["plan", "paper", "distserve-placement", *files, *flags])
 
 
+@pytest.mark.slow
 def test_limits_that_no_placement_keeps_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     """Which one, and what would be kept; what is found is told to programs, too."""
     assert place("--slo-ttft", "5ms") == 1

@@ -177,6 +177,7 @@ def test_the_highest_rate_is_found_from_far_above() -> None:
     assert goodput(flags, read_mesh("1P+1D"), flags.rate) > 1.0
 
 
+@pytest.mark.slow
 def test_a_load_that_attains_by_chance_is_said_to(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,6 +193,7 @@ def test_a_load_that_attains_by_chance_is_said_to(
         assert word in said
 
 
+@pytest.mark.slow
 def test_a_device_of_given_times_has_a_price(capsys: pytest.CaptureFixture[str]) -> None:
     """The one that is given, whatever the device is called."""
     facts = told(capsys, "fleet", "--price", "mine=2", "--budget", "2.5", "--base", "20ms", *QUICK)
@@ -263,6 +265,7 @@ def test_a_fleet_is_found_and_reported(tmp_path: Path, capsys: pytest.CaptureFix
     assert (tmp_path / "cost.svg").read_text().startswith("<?xml")
 
 
+@pytest.mark.slow
 def test_a_map_has_every_pair(capsys: pytest.CaptureFixture[str]) -> None:
     """More workers of a kind, more that attain; the fewest that do are named."""
     load = ("--rate", "9", "--num-requests", "40", "--slo-ttft", "400ms", "--no-what-if")

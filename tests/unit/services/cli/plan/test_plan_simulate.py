@@ -23,6 +23,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, objec
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_a_run_says_what_was_felt(capsys: pytest.CaptureFixture[str]) -> None:
     """Equal seeds, equal facts; what is asked for stands in them."""
     first = told(capsys, "2P+1D", "--rate", "4")
@@ -248,6 +249,7 @@ def test_loads_and_times_that_no_run_can_have(
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_steps_longer_than_any_patience_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     """The run ends, and says what may be wrong."""
     assert main(["plan", "simulate", "1P+1D", "--base", "3h", "--no-what-if"]) == 1

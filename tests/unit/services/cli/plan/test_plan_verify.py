@@ -132,6 +132,7 @@ def test_what_is_left_out_is_said(capsys: pytest.CaptureFixture[str]) -> None:
         assert words in said
 
 
+@pytest.mark.slow
 def test_what_was_kept_is_replayed_later(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,6 +24,7 @@ def told(**how: Any) -> RecentRequests:
     return msgspec.convert(body, RecentRequests)
 
 
+@pytest.mark.slow
 def test_a_load_that_is_too_much_asks_for_workers() -> None:
     """By the same limits, the more that is asked."""
     calm = facts_of(Watcher(WatchFlags().rules()).look(told(rate=4.0)))

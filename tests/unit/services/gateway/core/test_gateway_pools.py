@@ -435,6 +435,7 @@ def test_an_order_that_another_gateway_gave_is_not_ones_own() -> None:
 STEPS = ("report", "report", "decide", "decide", "arrive", "arrive", "look", "look", "give up")
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_gateways_with_old_views_never_empty_a_role_together(data: st.DataObject) -> None:
     """Any number of gateways, whose reports come late and whose orders are on their way as long as

@@ -237,6 +237,7 @@ async def test_headers_of_a_response_cannot_be_forged() -> None:
 # --- bodies ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_a_client_that_waits_to_be_asked_for_its_body_is_asked() -> None:
     """With 100; and not where the body is refused at once."""
     async with (

@@ -353,6 +353,7 @@ async def test_what_was_checked_before_waits_for_nobody(monkeypatch: pytest.Monk
                 await grammars.checked(asked(PERSON))
 
 
+@pytest.mark.slow
 @needs_library
 async def test_a_flood_of_slow_grammars_delays_none_that_is_quick(
     monkeypatch: pytest.MonkeyPatch,
@@ -398,6 +399,7 @@ async def test_a_machine_that_stood_still_is_no_grammars_fault() -> None:
         assert await grammars.checked(asked(PERSON))
 
 
+@pytest.mark.slow
 @needs_library
 async def test_what_compiles_for_ever_is_ended() -> None:
     """It is refused in time, and the next grammar is checked."""
