@@ -24,6 +24,8 @@ SEARCH_REQUESTS: Final = 50
 """Fewest requests of a run of a search: attainment of fewer is mostly luck."""
 
 MOST_SCALE: Final = 1000
+LEAST_BURSTINESS: Final = 0.001
+"""Gaps of a smaller shape are all 0, or no numbers."""
 
 
 def seconds(flag: str, text: str) -> float:
@@ -62,7 +64,7 @@ _SERVER: Final = Group("Server", sort_key=4)
 _server = Parameter(group=_SERVER, show_env_var=False)
 _quiet = Parameter(show_default=False)
 _ABOVE_0: Final = (
-    *("duration", "requests", "burstiness", "scale_lengths", "input_len", "output_len"),
+    *("duration", "requests", "scale_lengths", "input_len", "output_len"),
     *("max_input", "max_output", "slo_ttft", "slo_tpot", "timeout"),
 )
 
@@ -177,10 +179,28 @@ class BenchFlags:
             require(value is None or value > 0, f"{flag_of(name)} must be above 0", param=name)
         most = f"--scale-lengths must be at most {MOST_SCALE}"
         require(self.scale_lengths <= MOST_SCALE, most, param="scale_lengths")
+        least = f"--burstiness must be at least {LEAST_BURSTINESS:g}"
+        require(self.burstiness >= LEAST_BURSTINESS, least, param="burstiness")
+        self._check_effect()
+
+    def _check_effect(self) -> None:
+        """Raise InvalidRequest for a flag that would change nothing."""
         is_fixed = self.synthetic == "fixed" and self.trace is None
-        for name in ("input_len", "output_len"):
-            is_of_use = is_fixed or getattr(self, name) is None
-            require(is_of_use, f"{flag_of(name)} is of --synthetic fixed alone", param=name)
+        has_gaps = self.trace is None or self.arrivals == "poisson"
+        is_at_once = all(math.isinf(rate) for rate in self.rates or (self.rate or 1.0,))
+        for name, is_of_use, where in (
+            ("input_len", is_fixed, "is of --synthetic fixed alone"),
+            ("output_len", is_fixed, "is of --synthetic fixed alone"),
+            ("synthetic", self.trace is None, "and --trace are two answers to one question"),
+            ("burstiness", has_gaps, "is of drawn arrivals: give --arrivals poisson, too"),
+            ("burstiness", not is_at_once, "is of gaps, and a rate of inf has none"),
+            ("attainment", self.goodput, "is of --goodput alone"),
+            ("tolerance", self.goodput, "is of --goodput alone"),
+        ):
+            is_given = getattr(self, name) != getattr(BenchFlags, name)
+            require(is_of_use or not is_given, f"{flag_of(name)} {where}", param=name)
+        is_there = self.trace is not None or self.arrivals != "trace"
+        require(is_there, "--arrivals trace needs a --trace", param="arrivals")
 
     def source(self) -> Source:
         """Return where lengths come from. Raises DataError."""

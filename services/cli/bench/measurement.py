@@ -17,7 +17,7 @@ from services.cli.bench.records import Run
 from services.cli.bench.search import RateSearch
 from services.cli.bench.summary import summarize
 from services.cli.bench.view import progress_of, rate_text
-from services.cli.bench.workload import AS_IT_COMES, Fit, Load, Source, plan
+from services.cli.bench.workload import AS_IT_COMES, Fit, Load, Source, Workload, plan
 from services.cli.client import NO_ACCESS, Access
 from services.cli.flags import CannotRun
 
@@ -56,7 +56,7 @@ class Measurement:
             self._endpoints, self._fit = endpoints, fit_of(endpoints, flags.fit)
             if flags.warmup:  # what is made once is paid for now: connections, kernels, pools
                 load = Load(rate=math.inf, num_requests=flags.warmup, arrivals="poisson")
-                await self._send(Run(plan(self.source, load, self._fit)))
+                await self._send(Run(self._plan(load)))
             rates = flags.first_rates(self.source)
             if flags.goodput:
                 await self._find_goodput(rates[0] or 1.0)
@@ -80,7 +80,7 @@ class Measurement:
                 search.add(rate, summary["attainment"])
 
     async def _run(self, load: Load) -> Run:
-        workload = plan(self.source, load, self._fit)
+        workload = self._plan(load)
         if not workload.asks:
             left_out = f", {workload.num_skipped} do not fit" if workload.num_skipped else ""
             raise CannotRun(
@@ -92,6 +92,9 @@ class Measurement:
         async with progress_of(run, self.progress, rate_text(load.rate)):
             await self._send(run)
         return run
+
+    def _plan(self, load: Load) -> Workload:
+        return plan(self.source, load, self._fit, is_to_be_sent=True)
 
     async def _send(self, run: Run) -> None:
         await run_open_loop(

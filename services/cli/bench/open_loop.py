@@ -18,8 +18,7 @@ from typing import NoReturn
 from services.cli.bench.endpoints import ServerEndpoint
 from services.cli.bench.prompts import DEFAULT_VOCAB, Prompts
 from services.cli.bench.records import Ending, Record, Run
-from services.cli.bench.workload import Workload
-from shared.errors import InvalidRequest
+from services.cli.bench.workload import Workload, require_room
 
 ANSWER_WITHIN_S = 600.0
 LOOK_EVERY_S = 0.01
@@ -28,8 +27,8 @@ LOOK_EVERY_S = 0.01
 COARSE_S = 0.001
 """Timers of event loops are late by up to about a millisecond; the rest is waited for awake."""
 
-MOST_PREPARED_TOKENS = 200_000_000
-"""Of all prompts of a run, which are built before it begins: about 1 GB."""
+PREPARED_AT_ONCE = 50
+"""Requests, until the loop may hear a Ctrl-C: a run of many takes a minute to prepare."""
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
@@ -70,7 +69,7 @@ async def run_open_loop(
     run.prompt_seed = prompt_seed
     places = chosen or [at % len(endpoints) for at in range(len(workload.asks))]
     servers = [endpoints[at] for at in places]
-    requests = _prepare(servers, workload, prompt_seed, vocab)
+    requests = await _prepare(servers, workload, prompt_seed, vocab)
     allow_many_connections()
 
     async def ask(record: Record, endpoint: ServerEndpoint, request: bytes) -> None:
@@ -94,24 +93,21 @@ async def run_open_loop(
     return run
 
 
-def _prepare(
+async def _prepare(
     servers: Sequence[ServerEndpoint], workload: Workload, seed: int, vocab: int
 ) -> list[bytes]:
     """Build all requests now, each for its server: later it would delay answers that are being
     read."""
     num_tokens = sum(ask.num_input for ask in workload.asks)
-    if num_tokens > MOST_PREPARED_TOKENS:
-        raise InvalidRequest(
-            f"{workload.name}: {num_tokens:,} prompt tokens in one run are more than "
-            f"{MOST_PREPARED_TOKENS:,}: send fewer (--requests, --duration) or shorter ones "
-            "(--scale-lengths)"
-        )
+    require_room(workload.name, len(workload.asks), num_tokens)
     requests: list[bytes] = []
     by_ratio: dict[float, Prompts] = {}  # replicas with one tokenizer share the drawn blocks
     for index, endpoint in enumerate(servers):
         ratio = endpoint.description.tokens_per_word
         prompts = by_ratio.setdefault(ratio, Prompts(workload, seed, vocab, ratio))
         requests.append(endpoint.prepare(prompts, index))
+        if index % PREPARED_AT_ONCE == 0:
+            await asyncio.sleep(0)
     return requests
 
 

@@ -18,6 +18,12 @@ from shared.errors import InvalidRequest
 BLOCK_TOKENS = 512
 """Of Mooncake's traces: what one id of ``hash_ids`` stands for."""
 
+MOST_PROMPT_TOKENS: Final = 200_000_000
+"""Of all prompts of a run, which are built before it begins: about 1 GB."""
+
+MOST_REQUESTS: Final = 1_000_000
+"""Of a run, each with a record of its own: another 1 GB."""
+
 Arrivals = Literal["auto", "poisson", "trace"]
 
 
@@ -106,11 +112,14 @@ class Source(Protocol):
         ...
 
 
-def plan(source: Source, load: Load, fit: Fit = AS_IT_COMES) -> Workload:
+def plan(
+    source: Source, load: Load, fit: Fit = AS_IT_COMES, *, is_to_be_sent: bool = False
+) -> Workload:
     """Return the requests of one run. The same arguments give the same requests.
 
     Lengths and arrivals have generators of their own, so that one length stays what it is when the
-    rate changes. Raises InvalidRequest: what is to be stretched to a rate comes at one instant.
+    rate changes. Raises InvalidRequest: what is to be stretched to a rate comes at one instant, or
+    what ``is_to_be_sent`` is more than a client's memory should hold.
     """
     keeps_times = source.has_times and load.arrivals != "poisson"
     factor = 1.0
@@ -118,7 +127,7 @@ def plan(source: Source, load: Load, fit: Fit = AS_IT_COMES) -> Workload:
         factor = 0.0 if math.isinf(load.rate) else _rate_of(source, load, fit) / load.rate
     times = _times(load, random.Random(f"arrivals {load.seed}"))
     asks: list[Ask] = []
-    num_cut = num_skipped = 0
+    num_cut = num_skipped = num_tokens = 0
     for ask in source.asks(random.Random(f"lengths {load.seed}")):
         if len(asks) == load.num_requests:
             break
@@ -130,6 +139,9 @@ def plan(source: Source, load: Load, fit: Fit = AS_IT_COMES) -> Workload:
         if due_s >= load.duration_s:
             break
         asks.append(replace(fitted, due_s=due_s))
+        num_tokens += fitted.num_input
+        if is_to_be_sent:
+            require_room(source.name, len(asks), num_tokens)
         wanted = (_scaled(ask.num_input, fit), _scaled(ask.num_output, fit))
         num_cut += (fitted.num_input, fitted.num_output) != wanted
     return Workload(
@@ -141,6 +153,17 @@ def plan(source: Source, load: Load, fit: Fit = AS_IT_COMES) -> Workload:
         num_skipped=num_skipped,
         arrivals="trace" if keeps_times else _gap_name(load),
     )
+
+
+def require_room(name: str, num_requests: int, num_tokens: int) -> None:
+    """Raise InvalidRequest if these are more requests, or prompt tokens, than a client's memory
+    should hold."""
+    if num_requests > MOST_REQUESTS or num_tokens > MOST_PROMPT_TOKENS:
+        raise InvalidRequest(
+            f"{name}: one run has more than {MOST_REQUESTS:,} requests, or more than "
+            f"{MOST_PROMPT_TOKENS:,} prompt tokens: send fewer (--rate, --requests, --duration) or "
+            "shorter ones (--scale-lengths)"
+        )
 
 
 def _rate_of(source: Source, load: Load, fit: Fit) -> float:

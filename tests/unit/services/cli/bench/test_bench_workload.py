@@ -3,6 +3,7 @@ changed."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 import statistics
@@ -13,7 +14,9 @@ from typing import Any
 
 import pytest
 
+from services.cli.bench.endpoints import Description
 from services.cli.bench.flags import BenchFlags
+from services.cli.bench.open_loop import run_open_loop
 from services.cli.bench.prompts import Prompts
 from services.cli.bench.sources import SHAPES, Trace, fixed
 from services.cli.bench.workload import Ask, Fit, Load, Workload, plan
@@ -166,12 +169,41 @@ def test_words_are_as_many_as_the_tokenizer_needs() -> None:
     assert len(prompts.text(1).split()) == 1
 
 
+class Preparing:
+    """An endpoint that counts what is prepared for it."""
+
+    description = Description(url="http://a", api="completions", model="m")
+    num_prepared = 0
+
+    def prepare(self, prompts: Prompts, index: int) -> bytes:
+        self.num_prepared += 1
+        return b""
+
+
+async def test_ctrl_c_is_heard_while_prompts_are_made() -> None:
+    """Those of a large run take a minute."""
+    endpoint: Any = Preparing()
+    workload = plan(fixed(1, 1), Load(rate=1.0, num_requests=1000))
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(run_open_loop([endpoint], workload))
+        await asyncio.sleep(0)
+        running.cancel()
+    assert endpoint.num_prepared < 1000
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         ({"input_len": 512}, "--input-len is of --synthetic fixed alone"),
         ({"output_len": 9, "synthetic": "fixed", "trace": Path("t")}, "--output-len is of"),
         ({"scale_lengths": math.inf}, "--scale-lengths must be at most 1000"),
+        ({"burstiness": 1e-320}, "--burstiness must be at least 0.001"),
+        ({"burstiness": 0.5, "trace": Path("t")}, "--burstiness is of drawn arrivals"),
+        ({"burstiness": 0.5, "rate": math.inf, "requests": 3}, "--burstiness is of gaps"),
+        ({"synthetic": "code", "trace": Path("t")}, "--synthetic and --trace are two answers"),
+        ({"arrivals": "trace"}, "--arrivals trace needs a --trace"),
+        ({"attainment": 0.5}, "--attainment is of --goodput alone"),
+        ({"tolerance": 0.5, "rates": (1.0, 2.0)}, "--tolerance is of --goodput alone"),
     ],
 )
 def test_a_flag_that_would_do_nothing_or_too_much_is_refused(
@@ -182,3 +214,19 @@ def test_a_flag_that_would_do_nothing_or_too_much_is_refused(
         BenchFlags(**flags).check()
     (kept := BenchFlags(synthetic="fixed", output_len=9)).check()
     assert kept.source().name == "fixed 256+9"
+    BenchFlags(trace=Path("t"), arrivals="poisson", burstiness=0.5).check()
+    BenchFlags(rates=(1.0, math.inf), requests=3, burstiness=0.5).check()
+
+
+def test_more_requests_than_memory_holds_are_not_even_planned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rate with some zeros too many is told at once; a simulation has its own limits."""
+    monkeypatch.setattr("services.cli.bench.workload.MOST_REQUESTS", 1000)
+    monkeypatch.setattr("services.cli.bench.workload.MOST_PROMPT_TOKENS", 5000)
+    load = Load(rate=1e9, duration_s=1e-5)
+    with pytest.raises(InvalidRequest, match="one run has more than 1,000 requests"):
+        plan(fixed(1, 1), load, is_to_be_sent=True)
+    with pytest.raises(InvalidRequest, match="or more than 5,000 prompt tokens"):
+        plan(fixed(10, 1), load, is_to_be_sent=True)
+    assert len(plan(fixed(1, 1), load).asks) > 5000
