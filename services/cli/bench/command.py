@@ -63,12 +63,15 @@ def bench(
             raise failure
         return code
     report = build_report(measurement)
-    if as_json:
-        print_json(report)
-    else:
-        plain_console(140).print(report_view(report))
+    try:
+        if output is not None:  # first: whoever reads us may have left
+            write_report(report, measurement.runs, output)
+    finally:
+        if as_json:
+            print_json(report)
+        else:
+            plain_console(140).print(report_view(report))
     if output is not None:
-        write_report(report, measurement.runs, output)
         print(f"written to {output}: report.svg, report.json, requests.csv", file=sys.stderr)
     if failure is not None:  # of a run that could not begin: those before it are told
         raise failure

@@ -9,6 +9,8 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Final
 
 from rich.console import Console, Group, RenderableType
+from rich.control import Control
+from rich.segment import ControlType
 from rich.table import Table
 from rich.text import Text
 
@@ -38,11 +40,11 @@ async def progress_of(run: Run, console: Console, title: str) -> AsyncGenerator[
     async def watch() -> None:
         while True:
             missed = sum(record.end in MISSED for record in run.records)
-            console.print(
+            text = Text(
                 f"{title}: {run.num_ended}/{len(run.workload.asks)} done, "
-                f"{len(run.records) - run.num_ended} in flight, {missed} missed   ",
-                end="\r",
+                f"{len(run.records) - run.num_ended} in flight, {missed} missed   "
             )
+            console.print(text, end="\r", no_wrap=True, overflow="ellipsis")
             await asyncio.sleep(INTERVAL_S)
 
     if not console.is_terminal:
@@ -55,6 +57,7 @@ async def progress_of(run: Run, console: Console, title: str) -> AsyncGenerator[
                 yield
             finally:
                 watching.cancel()
+                console.control(Control((ControlType.ERASE_IN_LINE, 2)))
 
 
 def report_view(report: Mapping[str, Any]) -> RenderableType:
@@ -120,9 +123,11 @@ def _one_run(run: Mapping[str, Any]) -> Sequence[RenderableType]:
     cached = f" ({share:.0%} of them cached)" if share else ""
     client = run["client"]
     late = _time(client, "dispatch_lag_s", "p99")
+    rate = run["submitted_per_s"]
+    how = f"{rate:.3g} requests/s for" if rate else "all sent at once, over"
     rows = [[label, *(_time(run, key, q) for q in COLUMNS)] for key, label in METRICS.items()]
     return [
-        Text(f"{_ends(run)}, {run['submitted_per_s']:.3g} requests/s for {run['span_s']:.3g} s"),
+        Text(f"{_ends(run)}, {how} {run['span_s']:.3g} s"),
         Text(
             f"{run['input_tokens_per_s']:,.0f} prompt tokens/s{cached}, "
             f"{run['output_tokens_per_s']:,.0f} answer tokens/s"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import io
 import math
@@ -186,6 +187,47 @@ async def test_what_ends_a_run_is_told_alike_where_somebody_looks(is_watched: bo
     with pytest.raises(InvalidRequest, match="too many"):
         async with progress_of(a_run(), console, "1/s"):
             raise InvalidRequest("too many")
+
+
+async def test_a_narrow_terminal_shows_one_line_of_progress() -> None:
+    """What does not fit is cut: a second line would stay, twice a second another one. None is left
+    for what follows to be mixed with."""
+    console = Console(file=(shown := io.StringIO()), force_terminal=True, width=40)
+    async with progress_of(a_run(), console, "the trace's own rate"):
+        await asyncio.sleep(0)
+    assert shown.getvalue().startswith("the trace's own rate: 0/0 done, 0 in fl")
+    assert shown.getvalue().endswith("\r\x1b[2K")
+    assert "\n" not in shown.getvalue()
+
+
+def test_what_left_at_once_has_no_rate() -> None:
+    """Where a rate of 0 would stand."""
+    run = a_run(*(a_record(0) for _ in range(3)))
+    run.rate = math.inf
+    measurement = a_measurement(run)
+    measurement.descriptions = [Description(url="http://a", api="chat", model="m")]
+    console = Console(file=(shown := io.StringIO()), width=140)
+    console.print(report_view(build_report(measurement)))
+    assert "3 complete, all sent at once, over 0.16 s" in shown.getvalue()
+
+
+def test_a_report_is_kept_also_if_nobody_reads_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`pdmesh bench --output report | head -1` has measured for minutes."""
+
+    async def measured(self: Measurement) -> None:
+        self.runs.append(a_run(a_record(0)))
+        self.descriptions.append(Description(url="http://a", api="chat", model="m"))
+
+    def leave(*_: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(Measurement, "go", measured)
+    monkeypatch.setattr(Console, "print", leave)
+    with pytest.raises(BrokenPipeError):
+        bench(output=tmp_path)
+    assert (tmp_path / "report.json").exists()
 
 
 def test_a_void_run_is_told_with_what_to_do() -> None:
