@@ -74,7 +74,7 @@ def read_toml(path: Path, what: str, *, param: str) -> dict[str, Any]:
             text = file.read(MAX_FILE_BYTES + 1)
         if len(text) > MAX_FILE_BYTES:
             raise InvalidRequest(f"{path} is larger than {MAX_FILE_BYTES} bytes", param=param)
-        return tomllib.loads(text.decode())
+        return tomllib.loads(text.decode("utf-8-sig"))
     except OSError as error:
         reason = os.strerror(error.errno or 0).lower()
         raise InvalidRequest(f"cannot read {what} ({reason})", param=param) from None

@@ -77,7 +77,9 @@ def test_a_quantity_is_read_in_the_unit_of_its_setting(text: str, unit: str, val
     assert float(read_quantity(text, unit)) == value
 
 
-@pytest.mark.parametrize("text", ["30", "30 sec", "s", "-1 s", "1 GiB", "1,5 s", "", "1 S"])
+@pytest.mark.parametrize(
+    "text", ["30", "30 sec", "s", "-1 s", "1 GiB", "1,5 s", "", "1 S", "1e9999 s"]
+)
 def test_a_text_that_is_no_duration_is_refused_with_the_units(text: str) -> None:
     """The reader learns what is possible."""
     with pytest.raises(ValueError, match="us, ms, s, min, h"):
@@ -183,6 +185,12 @@ def test_a_child_reads_no_file(file: Path) -> None:
     file.write_text('[gateway]\nmodel_name = "other"\napi_keys = "/keys"\n')
     variables = {"PDMESH_CONFIG": str(file), **environment_of(GatewayConfig())}
     assert read_config(GatewayConfig, variables) == GatewayConfig()
+
+
+def test_a_file_may_begin_with_the_mark_of_windows_editors(file: Path) -> None:
+    """As a trace may."""
+    file.write_bytes(b"\xef\xbb\xbf[mesh]\ndrain_s = 7\n")
+    assert read_config(GatewayConfig, {"PDMESH_CONFIG": str(file)}).drain_s == 7
 
 
 def test_tenants_may_stand_in_the_file_and_reach_a_child_by_its_path(file: Path) -> None:
