@@ -11,6 +11,7 @@ from urllib.parse import quote
 import orjson
 
 from services.cli.client import LOCAL_GATEWAY, RunningGateway
+from services.cli.flags import require
 from services.cli.sources import PLAIN
 from services.cli.words import print_json
 from services.gateway.core.decision_record import replay as decide_again
@@ -49,6 +50,8 @@ def explain(
     json
         Print the record instead, to keep it.
     """
+    require(replay or not policy, "--policy is of --replay alone", param="policy")
+    require(not (replay and json), "give --replay or --json: one prints, one keeps", param="json")
     path = Path(request)
     is_kept = path.is_file() or len(path.parts) > 1
     kept_at = f"/cluster/requests/{quote(request, safe='')}"

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from services.cli.flags import CannotRun
+from services.cli.flags import CannotRun, require
 from services.gateway.front.auth import hash_key, new_key
 from services.gateway.front.quota import KeyLimits
 from shared.errors import InvalidRequest
@@ -74,6 +74,7 @@ def make_secret(
     keep
         A file that is there already is left as it is.
     """
+    require(out is not None or not keep, "--keep is of a file: give --out, too", param="keep")
     text = f"{new_secret(secrets.token_bytes)}\n"
     if out is None:
         sys.stdout.write(text)

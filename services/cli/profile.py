@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
 _FORCE: Final = Parameter(negative="")
 _OUTPUT: Final = Parameter(name=("--output", "-o"), show_env_var=False, show_default=False)
-_MEASURE: Final = Parameter(show_env_var=False)
+_MEASURE: Final = Parameter(show_env_var=False, show_default="30")
 
+DEFAULT_MEASURE_S: Final = 30.0
 MOST_MEASURE_S: Final = 3600.0
 
 
@@ -36,7 +37,7 @@ def profile(
     config: PrefillConfig = PrefillConfig(),  # noqa: B008  (frozen)
     force: Annotated[bool, _FORCE] = False,
     output: Annotated[Path | None, _OUTPUT] = None,
-    measure: Annotated[float, _MEASURE] = 30.0,
+    measure: Annotated[float | None, _MEASURE] = None,
     as_json: JsonFlag = False,
     file: ConfigFlag = None,
 ) -> int:
@@ -59,11 +60,14 @@ def profile(
     if config.engine == "fake":
         raise CannotRun("--engine fake computes on no machine: there is nothing to measure")
     require_worker_modules(config)
+    limit_s = DEFAULT_MEASURE_S if measure is None else measure
     if output is not None:
-        _require_steps(output, measure)
+        _require_steps(output, limit_s)
+    elif measure is not None:
+        raise InvalidRequest("--measure is how long --output may take: give that, too")
     configure_logs(service="profile", level="warning", form=config.log_format)
     if output is not None:
-        return _profile_steps(config, output, measure, as_json=as_json)
+        return _profile_steps(config, output, limit_s, as_json=as_json)
     from shared.worker.process import profile_machine
 
     measured: list[KeptProfile] = []

@@ -141,7 +141,7 @@ def _with_settings() -> type[UpConfig]:
             said = Parameter(help=texts[name], converter=flag_converter(name, kind))
             hints[name] = Annotated[hint | None, group, said]  # type: ignore[valid-type]
     for name, hint in hints.items():
-        if name not in ("port", "grpc_port") and defaults.get(name) not in (None, ""):
+        if name not in ("port", "grpc_port", "colocated") and defaults.get(name) not in (None, ""):
             hints[name] = Annotated[hint, Parameter(show_default=str(defaults[name]))]
     fields = [(name, hint, None) for name, hint in hints.items()]
     space = {"__module__": __name__}  # cyclopts takes what is of the standard library as it is
@@ -256,6 +256,8 @@ def plan_mesh(config: UpConfig, environment: Mapping[str, str]) -> MeshPlan:
     model. MeshError: a port is taken, or a package is missing.
     """
     _require_numbers(config)
+    # Of decode it says whether, and of ours how many, which ``config`` has.
+    environment = {name: it for name, it in environment.items() if name != "PDMESH_COLOCATED"}
     shape, gpus = _shape(config, environment)
     if shape.workers and config.policy is None:
         # The one policy of ours that moves workers between the roles.
@@ -356,6 +358,13 @@ def _require_numbers(config: UpConfig) -> None:
         "--workers and --colocated are two answers to one question: give one",
         param="workers",
     )
+    for name in ("prefill", "decode"):
+        for other in ("colocated", "workers"):
+            require(
+                not (getattr(config, name) and getattr(config, other)),
+                f"--{other} is in place of --{name}: give one of the two",
+                param=name,
+            )
 
 
 def _shape(config: UpConfig, environment: Mapping[str, str]) -> tuple[LocalShape, list[str]]:

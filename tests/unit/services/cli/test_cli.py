@@ -184,6 +184,13 @@ FREE_PORTS = "gateway --http-port 0 --grpc-port 0 --mesh-port 0"
         ("bench http://127.0.0.1:9", "nothing answers", 1),
         ("bench http://[::1", "must be http://host:port", 2),
         ("doctor --gateway http://h:port", "--gateway must be http://host:port", 2),
+        ("bench --duration 1e999999999s", "must be a number with a unit", 2),
+        ("up --colocated 1 --prefill 2", "--colocated is in place of --prefill", 2),
+        ("up --workers 4 --decode 2", "--workers is in place of --decode", 2),
+        ("profile --measure 9", "--measure is how long --output may take", 2),
+        ("explain chatcmpl-1 --policy a.b:C", "--policy is of --replay alone", 2),
+        ("explain chatcmpl-1 --replay --json", "give --replay or --json", 2),
+        ("secret --keep", "give --out, too", 2),
         ("up --host=", "--host must be an IP address or a host name", 2),
         ("gateway --mesh-host [::1", "--mesh-host must be an IP address or a host name", 2),
         ("up --port 0 --host no.such.invalid", "an address of this machine with --host", 1),
@@ -469,6 +476,19 @@ def test_the_grpc_port_follows_the_http_port(
     others = [(0, "--mesh-port"), (0, "--process-port"), (0, "--metrics-address")]
     assert checked == [(ports[0], "--port"), (ports[1], "--grpc-port"), *others]
     assert (env["PDMESH_HTTP_PORT"], env["PDMESH_GRPC_PORT"]) == tuple(map(str, ports))
+
+
+def test_the_variable_of_colocated_is_how_many_to_up_and_whether_to_decode(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Any number is one for up, which sets decode's own; its help names no default of decode's."""
+    monkeypatch.setenv("PDMESH_COLOCATED", "2")
+    plan = plan_mesh(up_config(colocated=2, port=0, engine="fake"), os.environ)
+    assert [it.env["PDMESH_COLOCATED"] for it in plan.services[1:]] == ["true"] * 2
+    plan = plan_mesh(up_config(prefill=1, port=0, engine="fake"), os.environ)
+    assert [it.env.get("PDMESH_COLOCATED") for it in plan.services[1:]] == [None, "false"]
+    assert main(["up", "--help"]) == 0
+    assert "PDMESH_COLOCATED] [default: False]" not in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_hub_model_is_served_under_its_name(
