@@ -174,8 +174,9 @@ class Members(ABC):
         if one.is_alive and other.is_alive and one.incarnation not in other.ends.sinks:
             one.ends.pair(other, LinkId(next(self._links)))
             other.ends.pair(one, LinkId(next(self._links)))
-            one.on_change()
-            other.on_change()
+            for core in (one, other):
+                core.catch_up()  # else its report would wait for the end of the step that runs
+                core.on_change()
 
     def _ask_prefixes(self) -> None:
         assert self.router.prefixes is not None
@@ -221,6 +222,7 @@ class Members(ABC):
 
         def hear() -> None:
             member.home = member.home.after(order.home, member.worker.serves)
+            member.core.catch_up()
             member.core.on_change()
 
         self.clock.send(hear)

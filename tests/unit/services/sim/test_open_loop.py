@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from services.gateway.core.worker import Role
 from services.sim.engine import TimedEngine
 from services.sim.mesh import CoreMesh
 from services.sim.open_loop import (
@@ -213,6 +214,28 @@ def test_skipping_equal_steps_changes_nothing_where_reservations_give_way(
     assert gave
     assert run(skips=True) == exact
     assert gave
+
+
+@pytest.mark.parametrize("what", ["joins", "moves"])
+def test_skipping_equal_steps_delays_no_word_of_a_partner_or_a_home(what: str) -> None:
+    """A worker amid a step of half a second tells of either at once."""
+
+    def heard_at(*, skips: bool) -> float:
+        slow = replace(COST, base_s=0.5)
+        mesh = mesh_of(0, 0, 2, cost=slow, policy="splitwise", skips=skips)
+        core = next(iter(mesh.members.values())).core
+        mesh.ask((5,) * 10, max_tokens=40, ignore_eos=True)
+        mesh.ask((6,) * 10, max_tokens=40, ignore_eos=True)
+        known = mesh.worker(core)
+        if what == "joins":
+            mesh.clock.after(3.7, lambda: mesh.start("decode", serves_both=True))
+            mesh.run(lambda: len(known.status.paired) == 3)
+        else:
+            mesh.clock.after(3.7, lambda: mesh.move(core, "prompt"))
+            mesh.run(lambda: known.home is Role.PREFILL)
+        return mesh.clock.now
+
+    assert heard_at(skips=True) == heard_at(skips=False)
 
 
 def test_prefixes_that_are_there_are_not_computed_again() -> None:
