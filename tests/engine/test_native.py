@@ -467,6 +467,21 @@ def test_why_there_is_no_build(
     assert {path.name for path in (tmp_path / "made").glob("*")} <= {".lock"}
 
 
+@pytest.mark.parametrize(
+    ("asked", "first"),
+    [("{} -DPD_ASKED", "-DPD_ASKED"), ("'{} 2' -DPD_ASKED", "-DPD_ASKED"), ("{} 2", "-std=c++17")],
+)
+def test_a_compiler_with_words_of_its_own(
+    asked: str, first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CXX may hold a command and its first words, as "ccache g++", or a path with spaces."""
+    for name in ("c++", "c++ 2"):
+        program(tmp_path / name, 'echo "error: asked for $1"; exit 1')
+    monkeypatch.setenv("CXX", asked.format(tmp_path / "c++"))
+    with pytest.raises(build.NotMade, match=f"asked for {re.escape(first)}$"):
+        build.compile_into(tmp_path / "made", "bfloat16", "avx2")
+
+
 def test_where_no_build_can_be_put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The folder is named; what is on PATH as a compiler and is no program is not taken for it."""
     needs_native()

@@ -18,6 +18,7 @@ import fcntl
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import signal
 import subprocess
@@ -149,18 +150,19 @@ def _lock(descriptor: int) -> bool:
     return True
 
 
-def _compile(compiler: str, options: Sequence[str], target: Path) -> None:
-    code, said = _run([compiler, *options, str(SOURCES[0]), "-o", str(target)])
+def _compile(compiler: Sequence[str], options: Sequence[str], target: Path) -> None:
+    name = shlex.join(compiler)
+    code, said = _run([*compiler, *options, str(SOURCES[0]), "-o", str(target)])
     if code:
         if any("No space left" in line for line in said):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         first = next((line for line in said if "error" in line), said[0])
-        raise NotMade(f"{compiler} failed (GCC 11 or newer is needed): {first}")
+        raise NotMade(f"{name} failed (GCC 11 or newer is needed): {first}")
     # In a process of its own, which what is no library may end.
     ask = "import ctypes, sys; ctypes.CDLL(sys.argv[1]).pd_linear"
     code, said = _run([sys.executable, "-I", "-c", ask, str(target)])
     if code:
-        raise NotMade(f"{compiler} made no library that can be loaded: {said[-1]}")
+        raise NotMade(f"{name} made no library that can be loaded: {said[-1]}")
 
 
 def _run(command: Sequence[str]) -> tuple[int, list[str]]:
@@ -194,11 +196,16 @@ def _digest(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
 
 
-def _compiler() -> str:
-    asked = os.environ.get("CXX")
-    for name in [asked] if asked else ["g++", "c++", "clang++"]:
+def _compiler() -> list[str]:
+    """Return the command that CXX holds, or one that is there."""
+    asked = os.environ.get("CXX", "")
+    for name in [asked] if asked.strip() else ["g++", "c++", "clang++"]:
         if found := shutil.which(name):
-            return found
+            return [found]
+    with suppress(ValueError):  # with words of its own, as "ccache g++"
+        program, *words = shlex.split(asked)
+        if found := shutil.which(program):
+            return [found, *words]
     raise Unavailable("there is no C++ compiler (install g++, or set CXX)")
 
 
