@@ -200,7 +200,7 @@ def chat_of_messages(body: CountTokensBody) -> tuple[ChatBody, Places]:
     for index, message in enumerate(body.messages):
         for piece, place in _pieces(message, f"messages[{index}]"):
             pieces.add(piece, place)
-    last = pieces.messages[-1]
+    last = pieces.messages[-1] if pieces.messages else Message("user")
     is_begun = last.role == "assistant" and bool(last.content) and not last.tool_calls
     continues = body.continue_final_message
     if continues is None and is_begun and not body.add_generation_prompt:

@@ -178,6 +178,16 @@ async def test_messages_become_those_of_a_chat() -> None:
             )
 
 
+async def test_thinking_that_nobody_can_read_is_no_turn() -> None:
+    """An answer that was cut within it leaves no empty message."""
+    cut = {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}
+    async with gateway("x") as here:
+        await MessagesAsker(here).ask(messages=[ASK, cut, ASK])
+        assert here.prompt == "user::hi\nuser::hi\n"
+        status, body = await MessagesAsker(here).ask(messages=[cut])
+        assert (status, body["error"]["param"]) == (400, "messages")
+
+
 async def test_an_answer_that_is_begun_goes_on() -> None:
     """The last message of an answer is continued, unless it calls."""
     async with gateway("x") as here:

@@ -356,3 +356,17 @@ async def test_thinking_that_comes_back_unread() -> None:
             status, _ = await asker.ask([ASK, item, said, ASK])
             assert status == 200
             assert f"assistant:{shown}:x\n" in here.prompt
+
+
+async def test_thinking_that_nobody_can_read_is_no_turn() -> None:
+    """An answer cut within it leaves no empty message, and calls around it stay one message."""
+    unread = {"type": "reasoning", "summary": [], "encrypted_content": "gAAAA"}
+    call = {"type": "function_call", "name": "weather", "arguments": '{"city": "A"}'}
+    calls = [{**call, "call_id": "1"}, unread, {**call, "call_id": "2"}]
+    async with gateway("x") as here:
+        status, _ = await Asker(here).ask([ASK, unread, ASK])
+        assert (status, here.prompt) == (200, "user::a\nuser::a\n")
+        await Asker(here).ask([ASK, *calls])
+        assert here.prompt == "user::a\nassistant::weather(A)weather(A)\n"
+        status, body = await Asker(here).ask([unread])
+        assert (status, body["error"]["param"]) == (400, "input")
