@@ -15,14 +15,19 @@ from typing import Any
 FOLDER = Path(sys.prefix) / "interpreter"
 
 
-def take_second_runner() -> None:
-    """Have this process take it, before vLLM is imported, and whatever it starts."""
+def variables() -> dict[str, str]:
+    """Return what has a process take it that is started with this in its environment."""
     folders = [str(Path(__file__).with_name("second_runner_path")), *sys.path]
-    os.environ |= {
+    return {
         "TRITON_INTERPRET": "1",
         "VLLM_USE_V2_MODEL_RUNNER": "1",
         "PYTHONPATH": os.pathsep.join(folders),
     }
+
+
+def take_second_runner() -> None:
+    """Have this process take it, before vLLM is imported, and whatever it starts."""
+    os.environ |= variables()
     sys.path.append(str(FOLDER))
     import triton.backends as triton_backends
 

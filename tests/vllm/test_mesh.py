@@ -18,6 +18,7 @@ from shared.engine.torch_engine import TorchEngine
 from shared.model_folder import DEMO_FOLDER
 from shared.runtime.service import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK
 from tests.process.test_refused_starts import require_refused
+from tests.support import second_runner
 from tests.support.engine_driver import Driver, greedy
 from tests.support.process_mesh import Answer, ProcessMesh, a_prompt, process_mesh
 from tests.support.service_process import ServiceProcess
@@ -222,10 +223,15 @@ async def nothing_is_left(mesh: ProcessMesh, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.nightly)]
+    ("number", "runner"),
+    [
+        (signal.SIGKILL, "first"),
+        pytest.param(signal.SIGSTOP, "first", marks=pytest.mark.nightly),
+        pytest.param(signal.SIGKILL, "second", marks=pytest.mark.nightly),
+    ],
 )
 async def test_a_rank_that_dies_ends_its_worker_and_no_answer(
-    number: signal.Signals, own_folder: Path, monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals, runner: str, own_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two ranks prefill for one that decodes, and say what one rank says. With one of them gone, or
     silent for longer than vLLM waits, the worker says so in one line and ends with all its
@@ -236,7 +242,13 @@ async def test_a_rank_that_dies_ends_its_worker_and_no_answer(
         # Nothing is left to a profile of the machine: two ranks on two cores would measure long.
         told = {"batch_tokens": 256, "transfer_mode": "layerwise"}
         two = VLLM | told | {"vllm_args": f"{EAGER} tensor_parallel_size=2"}
-        gateway, (ranks, _) = await a_mesh(mesh, {}, ("prefill", two), ("decode", VLLM))
+        gateway = await mesh.start_gateway()
+        with monkeypatch.context() as own:
+            for name, value in (second_runner.variables() if runner == "second" else {}).items():
+                own.setenv(name, value)
+            ranks = await mesh.add("prefill", **two)
+        await mesh.add("decode", **VLLM)
+        await mesh.paired(gateway, 1)
         alone = [one.tokens for one in await ask_all(mesh, gateway, prompts())]
         await mesh.add("prefill", **VLLM, **told)
         await mesh.paired(gateway, 2)
@@ -254,6 +266,7 @@ async def test_a_rank_that_dies_ends_its_worker_and_no_answer(
         errors = [line for line in ranks.log if '"level":"error"' in line]
         assert len(errors) == 1, errors
         assert "rank" in errors[0]
+        assert not [line for line in ranks.log if not line.startswith("{")]
         await gone(mesh, processes)
     await nothing_is_left(mesh, own_folder)
 

@@ -24,6 +24,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TextIO
 
@@ -44,21 +45,36 @@ _FAILED = "failed-{}"
 _RANK_FILE = "rank-{}.json"
 
 
+@cache
+def to_worker(folder: str) -> socket.socket:
+    """Return a rank's connection to its worker. From now on this process does not outlive it:
+    vLLM's ranks wait for each other where one of them is gone, without end or for minutes."""
+    worker = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        worker.connect(str(Path(folder) / _SOCKET))
+    except OSError:
+        _end_with_worker()
+    threading.Thread(target=_follow, args=(worker,), name="pdmesh-worker", daemon=True).start()
+    return worker
+
+
+def _follow(worker: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while worker.recv(1):
+            pass
+    _end_with_worker()
+
+
+def _end_with_worker() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 class RankEnd:
-    """The end in a rank's process, which does not outlive the worker's: vLLM's ranks wait for each
-    other without end where one of them is gone."""
+    """The end in a rank's process, once its KV is there."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._rank = rank
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.connect(str(folder / _SOCKET))
-        threading.Thread(target=self._follow, name="pdmesh-worker", daemon=True).start()
-
-    def _follow(self) -> None:
-        with contextlib.suppress(OSError):
-            while self._socket.recv(1):
-                pass
-        os.kill(os.getpid(), signal.SIGKILL)
+        self._socket = to_worker(str(folder))
 
     @classmethod
     def open(cls, folder: str, pools: Sequence[torch.Tensor]) -> RankEnd:
@@ -100,10 +116,14 @@ class RankEnd:
 
 class RankErrors(logging.StreamHandler[TextIO]):
     """Takes vLLM's errors in a rank's process: the first one is left where the ranks meet, for the
-    worker to say in its own line. Once all have met, errors go to standard error."""
+    worker to say in its own line. Once all have met, errors go to standard error.
+
+    A rank's log is configured before it loads anything, so this is also where it begins to follow
+    its worker: one that ends amid a start leaves no rank that loads on, or waits for another."""
 
     def __init__(self, folder: str) -> None:
         super().__init__()
+        to_worker(folder)
         self._place = Path(folder) / _FAILED.format(os.getpid())
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -176,6 +196,7 @@ class LayerEvents:
         self._stop, self._stopped = socket.socketpair()
         self._lock = threading.Lock()
         self._all_written = threading.Event()
+        self._has_lost = False
         self._on_lost: Callable[[], None] | None = None
         self._step = 0
         self._num_layers = 0
@@ -202,8 +223,11 @@ class LayerEvents:
             raise EngineFailed("a rank has not written its KV though the step has ended")
 
     def watch(self, on_lost: Callable[[], None] | None) -> None:
-        """Call this, on the hearing thread, when a rank ends; None: they are about to."""
+        """Call this, on the hearing thread, when a rank ends, and at once if one has ended already;
+        None: they are about to."""
         self._on_lost = on_lost
+        if self._has_lost and on_lost is not None:
+            on_lost()
 
     def close(self) -> None:
         """End the thread; ranks that are left end, too."""
@@ -227,6 +251,7 @@ class LayerEvents:
                         assert isinstance(key.fileobj, socket.socket)
                         if not self._receive(key.fileobj):
                             ready.unregister(key.fileobj)
+                            self._has_lost = True
                             if self._on_lost is not None:
                                 self._on_lost()
 

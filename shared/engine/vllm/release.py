@@ -84,7 +84,9 @@ def silence_start() -> None:
         return
     for name in ("vllm", "torch._library.triton"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    # Ranks hear of it by their environment.
-    os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
+    # Ranks hear of it by their environment, and so does what takes away a dead worker's shared
+    # memory: it would speak of leaks behind the line that says why the worker has ended.
+    quiet = "ignore::FutureWarning,ignore::UserWarning:multiprocessing.resource_tracker"
+    os.environ.setdefault("PYTHONWARNINGS", quiet)
     os.environ.setdefault("TORCH_LOGS", "-torch._library.triton")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\..*")
