@@ -8,6 +8,7 @@ the configuration file, too. What a request asks for itself is an ``Asked``; the
 from __future__ import annotations
 
 import os
+import stat
 import tomllib
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -70,6 +71,9 @@ def read_toml(path: Path, what: str, *, param: str) -> dict[str, Any]:
     Raises InvalidRequest: it cannot be read, is too large, or no TOML.
     """
     try:
+        if stat.S_ISFIFO(path.stat().st_mode):
+            reason = "it is a pipe, which is empty when it is read again: write it to a file"
+            raise InvalidRequest(f"cannot read {what} ({reason})", param=param)
         with path.open("rb") as file:
             text = file.read(MAX_FILE_BYTES + 1)
         if len(text) > MAX_FILE_BYTES:

@@ -193,6 +193,13 @@ def test_a_file_may_begin_with_the_mark_of_windows_editors(file: Path) -> None:
     assert read_config(GatewayConfig, {"PDMESH_CONFIG": str(file)}).drain_s == 7
 
 
+def test_a_pipe_is_no_configuration(tmp_path: Path) -> None:
+    """Who reads it second would find the defaults, and `--config <(…)` would change nothing."""
+    os.mkfifo(pipe := tmp_path / "pipe")
+    with pytest.raises(InvalidRequest, match="it is a pipe, which is empty when it is read again"):
+        read_config(GatewayConfig, {"PDMESH_CONFIG": str(pipe)})
+
+
 def test_tenants_may_stand_in_the_file_and_reach_a_child_by_its_path(file: Path) -> None:
     """The gateway reads them where they stand; workers pass them over; a file of its own wins."""
     file.write_text("[gateway]\noverload = 'early'\n[tenants.a]\nweight = 2\nttft_ms = 500\n")
