@@ -142,7 +142,9 @@ class Guides:
         if self._tokenizer is None:
             try:
                 text = self._read_tokenizer()
-            except OSError as error:  # the folder has gone since the start
+            except OSError as error:  # the folder has gone, or there are too many files open
+                with self._lock:
+                    self._ready.pop(grammar, None)  # the next request looks again
                 why = (error.strerror or "unknown error").lower()
                 raise ValueError(f"the model's tokenizer cannot be read: {why}") from error
             try:

@@ -126,11 +126,14 @@ def test_a_tokenizer_that_the_library_cannot_read_is_a_failure_of_its_rows() -> 
 
 def test_a_tokenizer_that_is_gone_is_a_failure_of_its_rows(tmp_path: Path) -> None:
     """A model folder that was removed while its worker runs ends answers that follow grammars, and
-    no worker: each in turn would get the request."""
-    guides = Guides(lambda: (tmp_path / "tokenizer.json").read_text(), VOCAB_SIZE, (EOS,))
-    masks = masks_of(guides, [a_row(Guide(a_grammar(PERSON), ()), 0)])
+    no worker: each in turn would get the request. Once it is back, so are they."""
+    path = tmp_path / "tokenizer.json"
+    guides, row = Guides(path.read_text, VOCAB_SIZE, (EOS,)), a_row(Guide(a_grammar(PERSON), ()), 0)
+    masks = masks_of(guides, [row])
     assert "no such file" in masks.failures[0]
     assert str(tmp_path) not in masks.failures[0]
+    path.write_text(TOKENIZER.to_str())
+    assert not masks_of(guides, [row]).failures
     guides.close()
 
 
