@@ -25,7 +25,7 @@ from shared.engine.models.registry import read_model_config
 from shared.engine.streams import CudaStreams, Streams
 from shared.engine.vllm import settings
 from shared.engine.vllm.engine import VllmEngine
-from shared.engine.vllm.meeting import leave, meet
+from shared.engine.vllm.meeting import leave, meet, require_room_for_sockets
 from shared.engine.vllm.plugins import RANKS, STEP
 from shared.engine.vllm.pools import DevicePools, HostPools, Pools
 from shared.engine.vllm.ranks import LayerEvents, map_pools, why_failed, write_logging
@@ -73,6 +73,7 @@ def load_vllm(
         stack.callback(leave, meeting)
         events = None
         if num_ranks > 1:
+            require_room_for_sockets(meeting)
             events = LayerEvents(meeting, num_ranks)
             stack.callback(events.close)
         wanted = _configured(files, config, arguments, device, meeting if events else None)

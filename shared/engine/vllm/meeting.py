@@ -7,14 +7,21 @@ start takes away: each holds its folder's lock for as long as it lives.
 from __future__ import annotations
 
 import fcntl
+import os
 import shutil
 import tempfile
 from pathlib import Path
 from typing import IO
 
+from shared.errors import EngineFailed
+
 PREFIX = "pdmesh-ranks-"
 _LOCK = "lock"
 _SHARED = Path("/dev/shm")
+_LONGEST_SOCKET = 107
+"""Bytes, on Linux."""
+_LONGEST_NAME = 36
+"""vLLM's queues between ranks have a UUID each."""
 
 
 def meet() -> tuple[Path, IO[bytes]]:
@@ -27,6 +34,18 @@ def meet() -> tuple[Path, IO[bytes]]:
     fcntl.flock(lock, fcntl.LOCK_EX)
     new.rename(folder / _LOCK)  # nobody may find one that is not locked yet
     return folder, lock
+
+
+def require_room_for_sockets(folder: Path) -> None:
+    """Raises EngineFailed: ranks' sockets, ours and vLLM's, would have names in there that are
+    longer than the system takes."""
+    place = folder.parent
+    most = _LONGEST_SOCKET - _LONGEST_NAME - 1 - (len(folder.name) + 1)
+    if len(os.fsencode(place)) > most:
+        raise EngineFailed(
+            f"ranks meet at sockets in {place}, which is longer than {most} bytes: name a shorter "
+            "folder for temporary files (TMPDIR)"
+        )
 
 
 def leave(folder: Path) -> None:

@@ -3,15 +3,19 @@ what a living worker has it leaves alone."""
 
 from __future__ import annotations
 
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import uuid
 from pathlib import Path
 
 import pytest
 
 from shared.engine.vllm import meeting
+from shared.errors import EngineFailed
 
 STARTS = """
 import sys, time
@@ -51,3 +55,28 @@ def test_what_a_killed_start_left_goes_at_the_next(
             meeting.leave(second)
         meeting.leave(first)
     assert not list(tmp_path.glob(f"{meeting.PREFIX}*"))
+
+
+def test_a_folder_too_long_for_sockets_is_refused_in_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One byte too many; the system and vLLM would say that a path is, and not which or why."""
+    for length, is_too_long in ((48, False), (49, True)):
+        place = Path(tempfile.mkdtemp(prefix="pdmesh-", dir="/tmp"))
+        inner = place / ("x" * (length - len(str(place)) - 1))
+        inner.mkdir()
+        monkeypatch.setenv("TMPDIR", str(inner))
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        folder, lock = meeting.meet()
+        try:
+            with lock:
+                if is_too_long:
+                    with pytest.raises(EngineFailed, match=r"longer than 48 bytes.*TMPDIR"):
+                        meeting.require_room_for_sockets(folder)
+                else:
+                    meeting.require_room_for_sockets(folder)
+                    with socket.socket(socket.AF_UNIX) as door:
+                        door.bind(str(folder / str(uuid.uuid4())))
+        finally:
+            meeting.leave(folder)
+            shutil.rmtree(place)
