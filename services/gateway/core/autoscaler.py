@@ -22,10 +22,11 @@ changed. Pure.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from services.gateway.core.need import (
+    MOST_WORKERS,
     AnswerLoad,
     Limits,
     PromptLoad,
@@ -198,13 +199,15 @@ class _Look:
             for kind in self.targets
             if needs[kind] > self.present[kind]
         }
-        if self.seen.acts:
-            self._raise(needs, spare, overfull, short_since)
+        lacking = self._raise(needs, spare, overfull, short_since) if self.seen.acts else 0
         since = self.now - self.rules.dwell_s
         history = (*(entry for entry in self.memory.needs if entry[0] >= since), (self.now, spare))
         began = self.memory.needs[0][0] if self.memory.needs else self.now
-        if self.seen.acts and began <= since and not overfull and not short_since and self._is_kept:
-            self._lower([numbers for _, numbers in history])
+        is_fine = not overfull and not short_since and self._is_kept
+        if self.seen.acts and began <= since and (is_fine or lacking):
+            # Where all that are allowed are here, as many go as a role that is short needs places.
+            most = MOST_WORKERS if is_fine else lacking
+            self._lower([numbers for _, numbers in history], most, overfull | short_since.keys())
         # One older than the time, so that it shows how far back is known.
         older = [entry for entry in self.memory.needs if entry[0] < since][-1:]
         calm_since = self.now if short_since or overfull else self.memory.calm_since
@@ -360,19 +363,19 @@ class _Look:
                 self.targets[kind] = num
                 self.ups[kind] = self.now
 
-    def _raise(
-        self, needs: Numbers, spare: Numbers, overfull: set[Kind], short_since: Times
-    ) -> None:
+    def _raise(self, needs: Numbers, spare: Numbers, full: set[Kind], short_since: Times) -> int:
+        """Return how many are needed and not allowed."""
+        lacking = 0
         short = {kind: needs[kind] - num for kind, num in self.targets.items()}
         most = self.rules.max_workers or math.inf
         while True:
             kinds = [kind for kind, num in short.items() if num > 0]
             if not kinds:
-                return
+                return lacking
             # The order tells who gets the last one that is allowed: the shortest in proportion.
             kind = max(kinds, key=lambda it: needs[it] / max(1, self.targets[it]))
             fell_s = self.now - self.downs.get(kind, -math.inf)
-            if fell_s < self.rules.dwell_s and kind not in overfull:
+            if fell_s < self.rules.dwell_s and kind not in full:
                 short[kind] = 0
                 continue
             donor = self._donor(kind, spare)
@@ -392,6 +395,7 @@ class _Look:
                     f"workers: {needs[kind]} {kind.value} workers are needed, and "
                     f"{self.rules.max_workers} in all are allowed (--max-workers)"
                 )
+                lacking += short[kind]
                 short[kind] = 0
 
     def _rise(self, kind: Kind, needs: Numbers) -> None:
@@ -408,10 +412,12 @@ class _Look:
                 return other
         return None
 
-    def _lower(self, history: list[Numbers]) -> None:
+    def _lower(self, history: list[Numbers], limit: int, but: Collection[Kind]) -> None:
         for kind, num in self.targets.items():
-            most = max(1, *(numbers.get(kind, num) for numbers in history))
-            if most < num and self.now - self.ups.get(kind, -math.inf) >= self.rules.dwell_s:
+            most = max(1, *(numbers.get(kind, num) for numbers in history), num - limit)
+            is_free = self.now - self.ups.get(kind, -math.inf) >= self.rules.dwell_s
+            if most < num and is_free and kind not in but:
+                limit -= num - most
                 self.targets[kind] = most
                 self.downs[kind] = self.now
                 self.reasons[kind] = (

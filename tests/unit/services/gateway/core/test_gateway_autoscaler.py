@@ -135,6 +135,27 @@ def test_no_more_than_allowed_and_it_says_so() -> None:
     assert "--max-workers" in decision.limit
 
 
+def test_where_no_more_are_allowed_a_role_with_too_many_makes_room() -> None:
+    """Not before it had too many for the whole dwell, and no more than the other role lacks."""
+    mesh = ObedientMesh(list(workers(5, 1)), rules=Rules(RULES.limits, max_workers=6))
+    long_answers = traffic(1.0, prompt_s=0.2, output=700.0)
+    mesh.looks(DWELL_S - 60, long_answers)
+    assert (mesh.num(Kind.PREFILL), mesh.num(Kind.DECODE)) == (5, 1)
+    mesh.looks(60 + 2 * LOOK_S, long_answers)
+    assert (mesh.num(Kind.PREFILL), len(mesh.coming)) == (3, 2)
+    mesh.looks(2 * DWELL_S, long_answers)
+    assert (mesh.num(Kind.PREFILL), mesh.num(Kind.DECODE)) == (1, 3)
+    assert [len(it.workers) for it in decided(mesh, RemoveWorkers)] == [2, 2]  # type: ignore[attr-defined]
+
+
+def test_a_role_that_is_short_itself_makes_no_room() -> None:
+    """What has piled up before it may pass, but has not yet."""
+    mesh = ObedientMesh(list(workers(4, 1)), rules=Rules(RULES.limits, max_workers=5))
+    mesh.here = [it._replace(queue_s=60.0) if it.kind is Kind.PREFILL else it for it in mesh.here]
+    mesh.looks(2 * DWELL_S, traffic(1.0, prompt_s=0.2, output=700.0))
+    assert (mesh.num(Kind.PREFILL), mesh.num(Kind.DECODE)) == (4, 1)
+
+
 def test_a_limit_that_nobody_can_keep_is_named_and_buys_nothing() -> None:
     """A prompt of 10 s is late on an idle worker, too."""
     mesh = ObedientMesh(list(workers(3, 1)))
