@@ -22,6 +22,8 @@ DECIMALS: Final = (4, 4, 6)
 """Of the latency columns, as printed."""
 
 MOST_TOKENS: Final = 10_000_000
+MOST_SPAN_S: Final = 1e8
+"""From the first arrival to the last: later, a float has no room for the printed decimals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +140,8 @@ def read_requests(path: Path) -> list[GivenRequest]:
             # Added up from gaps, as theirs: equal times stay equal, bit for bit.
             at_ms += (arrival_s - last_s) * 1000
         last_s = arrival_s
+        if at_ms > MOST_SPAN_S * 1000:
+            raise DataError(f"{where}: arrives more than {MOST_SPAN_S:g} s after the first")
         prompt, output = (
             count(where, row, name, least=least)
             for name, least in (("prompt_len", 1), ("output_len", 0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import orjson
 from cyclopts import Parameter
@@ -24,6 +24,8 @@ from services.planner.mooncake_trace import read_mooncake, read_public
 from services.planner.paper_runs import mooncake_scheduling_tables
 from services.sim.baselines.mooncake import BLOCK_TOKENS
 from shared.errors import InvalidRequest
+
+MOST_BLOCKS: Final = 10**15
 
 
 def mooncake(
@@ -108,6 +110,9 @@ def _capacity(blocks: str) -> int | None:
     if blocks.strip().lower() == "inf":
         return None
     digits = blocks.replace(",", "").replace("_", "")
-    if not digits.isascii() or not digits.isdigit() or int(digits) < 1:
-        raise InvalidRequest(f"--blocks must be a whole number from 1, or inf, not {blocks!r}")
+    is_whole = digits.isascii() and digits.isdigit() and len(digits) <= len(str(MOST_BLOCKS))
+    if not is_whole or not 1 <= int(digits) <= MOST_BLOCKS:
+        raise InvalidRequest(
+            f"--blocks must be a whole number from 1 to {MOST_BLOCKS:,}, or inf, not {blocks!r}"
+        )
     return int(digits)

@@ -176,7 +176,12 @@ def test_hit_rate_of_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ([{"input_length": -1}], [], ":1: Expected `int` >= 0"),
         ([{"hash_ids": None}], [], ":1: Expected `array`"),
         ([], [], "holds no request"),
-        ([{}], ["--blocks", "0"], "--blocks must be a whole number from 1, or inf"),
+        (
+            [{}],
+            ["--blocks", "0"],
+            "--blocks must be a whole number from 1 to 1,000,000,000,000,000, ",
+        ),
+        ([{}], ["--blocks", "9" * 5000, "--json"], "1,000,000,000,000,000, or inf, not '999"),
         (None, ["--policy", "lfu"], "--policy and --blocks need --replay"),
         ([{}], ["--policy", "fifo"], '"lru", "lfu", "length-aware"'),
     ],

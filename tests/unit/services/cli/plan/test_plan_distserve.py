@@ -106,6 +106,7 @@ def test_a_long_search_of_placements_says_so_first(
         (HEAD + "0,0,1.5,1\n", [], ":2: prompt_len must be a whole number"),
         (HEAD + "0,nan,1,1\n", [], ":2: arrival_s must be at least 0, not 'nan'"),
         (HEAD + "0,5,1,1\n1,4,1,1\n", [], ":3: arrives at 4 s, before the line above"),
+        (HEAD + "0,5,1,1\n1,1e306,1,1\n", [], ":3: arrives more than 1e+08 s after the first"),
         (HEAD + "0,0,1\n", [], ":2: 3 columns, not 4"),
         (HEAD + "0,0,66145,1\n", ["--prefill", "1,1"], "would wait for ever"),
         (HEAD + "0,0,49999,2\n", [], "more than the 50000 of one decode batch"),
