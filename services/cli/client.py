@@ -16,6 +16,7 @@ from cyclopts import Group, Parameter
 from services.cli.flags import CannotRun, require
 from shared.errors import MeshError
 from shared.rpc.tls import client_context
+from shared.version import VERSION
 
 if TYPE_CHECKING:
     import aiohttp  # a third of a second: only commands that need it load it
@@ -166,6 +167,20 @@ def refusal(url: str, status: int, body: bytes) -> MeshError:
     if status == 401:
         message += "; give it with --api-key or PDMESH_API_KEY"
     return GatewayRefused(message, code=code)
+
+
+def told_otherwise(url: str, view: Any) -> CannotRun:
+    """Return the error that a gateway's word is which lacks what we look for."""
+    try:
+        version = view["version"]
+    except (LookupError, TypeError):
+        version = None
+    if version is None or version == VERSION:
+        return CannotRun(f"{url} is no pdmesh gateway: it tells of its mesh in another form")
+    return CannotRun(
+        f"{url} runs release {version} and this is {VERSION}: what it tells of its mesh has "
+        "another form; use the command of its release"
+    )
 
 
 def unreachable(url: str, error: BaseException) -> CannotRun:

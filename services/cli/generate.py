@@ -138,7 +138,7 @@ async def stream_answer(
                     return
                 if event and line.startswith(b"data:"):  # proxies send comments to keep it open
                     has_begun = True
-                    _read(orjson.loads(event), answer, show)
+                    _read(gateway.url, orjson.loads(event), answer, show)
         raise WorkerLost("the answer broke off: the gateway has gone")
     except orjson.JSONDecodeError:
         raise CannotRun(f"{gateway.url} is no pdmesh gateway: its events are not JSON") from None
@@ -156,15 +156,27 @@ def print_piece(piece: str) -> None:
     print(piece, end="", flush=True)
 
 
-def _read(event: Any, answer: Answer, show: Callable[[str], None]) -> None:
-    if "error" in event:
-        error = event["error"]
+def _read(url: str, event: Any, answer: Answer, show: Callable[[str], None]) -> None:
+    try:
+        pieces = _pieces(event, answer)
+    except (AttributeError, LookupError, TypeError):
+        raise CannotRun(f"{url} answers in events that are not OpenAI's") from None
+    for piece in pieces:
+        answer.text += piece
+        show(piece)
+
+
+def _pieces(event: Any, answer: Answer) -> list[str]:
+    """Return the event's pieces of text; all else that it says is in ``answer``."""
+    if error := event.get("error"):
+        if isinstance(error, str):  # as other servers say it
+            raise GatewayRefused(error)
         raise GatewayRefused(str(error.get("message", error)), code=str(error.get("code") or ""))
-    answer.usage = event.get("usage") or answer.usage
-    answer.receipt = event.get("receipt") or answer.receipt
-    for choice in event.get("choices", ()):
+    answer.usage = {**(event.get("usage") or answer.usage)}
+    answer.receipt = {**(event.get("receipt") or answer.receipt)}
+    pieces: list[str] = []
+    for choice in event.get("choices") or ():
         answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
-        piece = choice["delta"].get("content") if "delta" in choice else choice.get("text")
-        if piece:
-            answer.text += piece
-            show(piece)
+        of = choice.get("delta") or {} if "delta" in choice else {"content": choice.get("text")}
+        pieces.append(str(of.get("content") or ""))
+    return [piece for piece in pieces if piece]

@@ -13,6 +13,7 @@ from services.cli.client import (
     LOCAL_GATEWAY,
     RunningGateway,
     refusal,
+    told_otherwise,
     unreachable,
 )
 from services.cli.sources import PLAIN
@@ -59,8 +60,10 @@ async def _move(worker: str, home: str, gateway: RunningGateway) -> dict[str, An
                 if response.status != 200:
                     raise refusal(gateway.url, response.status, body)
                 return orjson.loads(body)
-        except (aiohttp.ClientError, TimeoutError) as error:
+        except (aiohttp.ClientError, TimeoutError) as error:  # some are a ValueError as well
             raise unreachable(gateway.url, error) from None
+        except ValueError:
+            raise told_otherwise(gateway.url, view) from None
 
 
 def _named(worker: str, workers: list[dict[str, Any]]) -> str:

@@ -12,10 +12,10 @@ from collections.abc import Generator
 from typing import Annotated, Any, Final
 
 from cyclopts import Group, Parameter
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 
-from services.cli.client import LOCAL_GATEWAY, RunningGateway
+from services.cli.client import LOCAL_GATEWAY, RunningGateway, told_otherwise
 from services.cli.flags import require
 from services.cli.interrupts import EXIT_INTERRUPTED, run_interruptible
 from services.cli.sources import JsonFlag
@@ -72,7 +72,15 @@ async def _print_once(gateway: RunningGateway, as_json: bool, console: Console) 
     if as_json:
         print_json(view)
     else:
-        console.print(frame(gateway.url, view, width=console.width))
+        console.print(_frame(gateway.url, view, width=console.width))
+
+
+def _frame(url: str, view: Any, trouble: str = "", *, width: int) -> RenderableType:
+    """``frame``. Raises CannotRun: the view is that of another release."""
+    try:
+        return frame(url, view, trouble, width=width)
+    except (LookupError, TypeError, ValueError, AttributeError):
+        raise told_otherwise(url, view) from None
 
 
 async def _watch(gateway: RunningGateway, interval_s: float, console: Console) -> None:
@@ -86,7 +94,8 @@ async def _watch(gateway: RunningGateway, interval_s: float, console: Console) -
                     view = await gateway.get(session, "/cluster", limit_s=ANSWERS_WITHIN_S)
                 except MeshError as error:
                     trouble = error.message
-                live.update(frame(gateway.url, view, trouble, width=console.width), refresh=True)
+                shown = _frame(gateway.url, view, trouble, width=console.width)
+                live.update(shown, refresh=True)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(interval_s):
                         await leave.wait()

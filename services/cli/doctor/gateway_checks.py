@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from services.cli.client import RunningGateway
+from services.cli.client import RunningGateway, told_otherwise
 from services.cli.doctor.finding import Finding, absent, right, wrong
 from services.cli.words import speed, uptime
 from shared.errors import MeshError
@@ -21,7 +21,11 @@ async def check_gateway(gateway: RunningGateway) -> list[Finding]:
         view = await gateway.ask("/cluster", limit_s=ANSWERS_WITHIN_S)
     except MeshError as error:
         return [wrong("gateway", error.message, "is the URL right, and the key?")]
-    return judge_cluster(gateway.url, view)
+    try:
+        return judge_cluster(gateway.url, view)
+    except (LookupError, TypeError, ValueError, AttributeError):
+        error = told_otherwise(gateway.url, view)
+        return [wrong("gateway", error.message, "run one release on all machines of a mesh")]
 
 
 async def is_ours(port: int) -> bool:

@@ -17,7 +17,7 @@ from services.cli.flags import CannotRun
 from services.cli.generate import Answer, print_piece, stream_answer
 from services.cli.receipt import receipt_table
 from services.gateway.front.auth import KeyRing, hash_key
-from shared.errors import InvalidRequest, WorkerLost
+from shared.errors import InvalidRequest, MeshError, WorkerLost
 from shared.telemetry.lifetime import Receipt
 from tests.support.scripted_mesh import ScriptedMesh, failing_after, http_gateway, saying
 
@@ -104,6 +104,31 @@ async def test_something_that_is_no_gateway_is_called_so() -> None:
             await said(url, HI)
     async with serving(cut) as url:
         with pytest.raises(WorkerLost, match="broke off"):
+            await said(url, HI)
+
+
+@pytest.mark.parametrize(
+    ("event", "words"),
+    [
+        ("[1]", "answers in events that are not OpenAI's"),
+        ('{"choices": [5]}', "answers in events that are not OpenAI's"),
+        ('{"choices": [], "receipt": [1]}', "answers in events that are not OpenAI's"),
+        ('{"error": "out of memory"}', "out of memory"),
+        ('{"choices": null, "usage": null, "error": null}', "broke off"),
+        ('{"choices": [{"delta": null}]}', "broke off"),
+    ],
+)
+async def test_events_of_another_server_are_told_in_words(event: str, words: str) -> None:
+    """What it leaves empty is nothing; what is of another form ends with a line."""
+
+    async def stream(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(f"data: {event}\n\n".encode())
+        return response
+
+    async with serving(stream) as url:
+        with pytest.raises(MeshError, match=words):
             await said(url, HI)
 
 

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from services.cli import main, words
 from services.cli.top_view import block_bar, frame, sparkline
+from shared.version import VERSION
 from tests.support.stub_gateway import PREFILL, StubGateway, a_view
 
 
@@ -180,6 +181,18 @@ def test_something_that_is_no_gateway_is_called_so(
         with StubGateway(answers) as gateway:
             assert main([*command.split(), "--url", gateway.url]) == 1
             assert "is no pdmesh gateway" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["top --once --url", "doctor --gateway"])
+def test_a_gateway_of_another_release_is_told_as_one(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whose view of its mesh lacks what this one looks for."""
+    view = {name: it for name, it in a_view().items() if name not in ("transfers", "window")}
+    with StubGateway({"/cluster": {**view, "version": "0.0.1"}}) as gateway:
+        assert main([*command.split(), gateway.url]) == 1
+        told = " ".join("".join(capsys.readouterr()).split())
+    assert f"{gateway.url} runs release 0.0.1 and this is {VERSION}" in told
 
 
 def test_models_of_another_server_need_no_context(capsys: pytest.CaptureFixture[str]) -> None:
