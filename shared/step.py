@@ -6,6 +6,7 @@ Plain records, known to neither side's inside.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,12 +17,14 @@ from shared.request import SamplingParams, TokenLogprobs
 class Guide:
     """The grammar of one answer, and where in it the answer is.
 
-    output: tokens of the answer that earlier attempts gave. state, num_taken: the engine's own, of
-    its first ``num_taken`` tokens; it makes them from the rest.
+    output: tokens of the answer that earlier attempts gave. ready: what ``Engine.expect`` gave for
+    it, if it was asked; the engine has room for few. state, num_taken: the engine's own, of its
+    first ``num_taken`` tokens; it makes them from the rest.
     """
 
     grammar: str = field(repr=False)
     output: Sequence[int] = field(repr=False)
+    ready: Future[Any] | None = field(default=None, init=False, repr=False)
     state: Any = field(default=None, init=False, repr=False)
     num_taken: int = field(default=0, init=False)
 

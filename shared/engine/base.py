@@ -101,7 +101,7 @@ class Engine(Protocol):
 
     def expect(self, grammar: str) -> Future[Any]:
         """A request under this grammar has come: make it ready beside the steps, and return what is
-        done when no step waits for it any more. On any thread.
+        done when no step waits for it any more; ``Guide.ready`` brings it back. On any thread.
 
         Raises InvalidRequest (code ``unsupported``): this engine holds no answer to a grammar.
         """

@@ -191,8 +191,11 @@ class Guides:
         """The state after all ``num_tokens`` tokens."""
         guide = one.guide
         if guide.state is None:
+            # Of many that wait for their first step, the first are no longer kept here.
+            ready = guide.ready or self._begun(guide.grammar)
             # A copy: the one that is ready stays at its beginning, for the next answer.
-            guide.state = self._begun(guide.grammar).result().deep_copy()
+            guide.state = ready.result().deep_copy()
+            guide.ready = None
             guide.state.consume_tokens(list(guide.output))
             guide.num_taken = len(guide.output)
         if guide.num_taken == one.num_tokens - 1:

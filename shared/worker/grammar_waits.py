@@ -22,9 +22,10 @@ def wait_for_grammar(
 
     expect: ``Engine.expect``: nearly always it is ready at once, or was used before.
     """
-    if sequence.guide is None:
+    guide = sequence.guide
+    if guide is None:
         return
-    ready = expect(sequence.guide.grammar)
+    guide.ready = ready = expect(guide.grammar)
     if ready.done():
         return
     scheduler.await_grammar(sequence)

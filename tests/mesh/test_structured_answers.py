@@ -114,8 +114,9 @@ class SlowToCompile(GuidedFakeEngine):
     ready: Future[None] = Future()
 
     def expect(self, grammar: str) -> Future[Any]:
-        super().expect(grammar)
-        return self.ready
+        made, told = super().expect(grammar), Future[Any]()
+        self.ready.add_done_callback(lambda _: told.set_result(made.result()))
+        return told
 
 
 @pytest.mark.parametrize(("prefill", "is_known"), [(0, False), (1, False), (1, True)])

@@ -103,7 +103,9 @@ class RemoteEngine(Engine):
             if sample is not None:
                 prompt, output, guide = list(sample.prompt), list(sample.output), sample.guide
                 self._known[id(guide)] = guide
-                sample = SampleSpec(sample.params, sample.index, prompt, output, guide)
+                # What it waited for is on the other side.
+                own = None if guide is None else Guide(guide.grammar, guide.output)
+                sample = SampleSpec(sample.params, sample.index, prompt, output, own)
             plain = row._replace(
                 token_ids=list(row.token_ids),
                 block_table=list(table),

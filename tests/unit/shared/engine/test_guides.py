@@ -16,6 +16,8 @@ from shared.engine.guides import Guides, Masks
 from shared.errors import InvalidRequest, LocalProtocolError
 from shared.request import SamplingParams
 from shared.step import Guide, SampleSpec, StepRow
+from shared.worker.grammar_waits import wait_for_grammar
+from tests.support.cores import Worker, a_sequence
 from tests.support.grammars import PERSON, a_grammar, needs_library
 from tests.support.guided_engine import tiny_guides
 from tests.support.tiny_tokenizer import EOS, NUM_TOKENS, VOCAB_SIZE, tiny_tokenizer
@@ -162,6 +164,20 @@ def test_ready_grammars_are_few(guides: Guides, monkeypatch: pytest.MonkeyPatch)
     for number in range(5):
         guides.expect(a_grammar([f"x{number}"], "choice"))
     assert not masks_of(guides, [a_row(guide, 0)]).failures
+
+
+def test_what_waited_for_its_grammar_has_it_in_its_first_step(
+    guides: Guides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many others were made ready since: a step never compiles what was expected."""
+    monkeypatch.setattr("shared.engine.guides.MAX_READY", 2)
+    sequence = a_sequence(grammar=a_grammar(PERSON))
+    guides.expect(sequence.sampling.grammar).result()
+    wait_for_grammar(sequence, guides.expect, Worker().scheduler, lambda: None)
+    for number in range(5):
+        guides.expect(a_grammar([f"x{number}"], "choice")).result()
+    monkeypatch.setattr("shared.engine.guides.matcher", None)
+    assert not masks_of(guides, [a_row(sequence.guide, 0)]).failures
 
 
 def test_an_engine_without_a_tokenizer_says_so() -> None:
