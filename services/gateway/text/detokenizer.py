@@ -122,47 +122,47 @@ class StreamDetokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
-        self._tail = list(prompt_tail)
-        told = self._decode(self._tail) if self._tail else ""
+        self._given = list(prompt_tail)  # tokens of the last text that was given out
+        self._pending: list[int] = []  # those that came since
+        told = self._decode(self._given) if prompt_tail else ""
         # Else the stream tells all that came before an unfinished character along with it.
         self._told = told if told.endswith("\ufffd") else ""
-        self._begin = len(told)  # of what is told, in the text of all
-        self._stream = self._new_stream(self._tail)
-        self._ids: list[int] = []
-        self._num_chars = 0
-        self._is_pending = False
+        self._stream = self._new_stream(self._given)
 
     def _new_stream(self, ids: list[int]) -> DecodeStream:
         return DecodeStream(ids=ids or None, skip_special_tokens=self._skip_special)
 
     def step(self, token_id: int) -> str:
-        self._ids.append(token_id)
+        self._pending.append(token_id)
         try:
             piece = self._stream.step(self._tokenizer, token_id)
         except Exception:
             # The library raises a bare Exception when a decoder rewrites text that it had already
-            # given out (huggingface/tokenizers: "Invalid prefix encountered"). Start afresh at this
-            # token.
-            self._stream = self._new_stream([])
-            piece = self._stream.step(self._tokenizer, token_id)
-        self._is_pending = not piece
-        if piece and self._told:
-            piece = piece[self._pass_told(piece) :]
-        self._num_chars += len(piece or "")
-        return piece or ""
+            # given out (huggingface/tokenizers: "Invalid prefix encountered"). Start afresh after
+            # what is pending.
+            piece = self._rest()
+            self._stream = self._new_stream(self._pending)
+        if not piece:
+            return ""
+        self._given, self._pending = self._pending, []
+        return self._new(piece)
 
     def flush(self) -> str:
-        if not self._is_pending:
-            return ""
-        text = self._decode(self._tail + self._ids)
-        if self._told:
-            self._pass_told(text)
-        return text[self._begin + self._num_chars :]
+        return self._rest() if self._pending else ""
 
-    def _pass_told(self, text: str) -> int:
-        """Return where what is new begins in a text that begins with the prompt's."""
-        self._begin, self._told = _num_same(self._told, text), ""
-        return self._begin
+    def _rest(self) -> str:
+        """Return the text of what is pending."""
+        text = self._decode(self._given + self._pending)
+        if self._told:
+            return self._new(text)
+        given = len(self._decode(self._given))
+        # A broken byte breaks whole characters before it, which were given out.
+        return self._decode(self._pending) if "\ufffd" in text[:given] else text[given:]
+
+    def _new(self, text: str) -> str:
+        """Return what is new in the first text, which begins with the prompt's."""
+        told, self._told = self._told, ""
+        return text[_num_same(told, text) :]
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special)
