@@ -7,6 +7,7 @@ start takes away: each holds its folder's lock for as long as it lives.
 from __future__ import annotations
 
 import fcntl
+import glob
 import os
 import shutil
 import tempfile
@@ -52,7 +53,7 @@ def leave(folder: Path) -> None:
     """All have met, and nothing needs its name any more: so nothing stays behind, whatever ends a
     worker, in a folder or in shared memory."""
     shutil.rmtree(folder, ignore_errors=True)
-    for shared in _SHARED.glob(f"{folder.name}-*"):
+    for shared in _SHARED.glob(f"{glob.escape(folder.name)}-*"):
         shared.unlink(missing_ok=True)
 
 

@@ -57,6 +57,19 @@ def test_what_a_killed_start_left_goes_at_the_next(
     assert not list(tmp_path.glob(f"{meeting.PREFIX}*"))
 
 
+def test_a_name_that_is_a_pattern_takes_nothing_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever may write to the folder for temporary files chooses its names."""
+    monkeypatch.setattr(meeting, "_SHARED", tmp_path)
+    others, own = tmp_path / f"{meeting.PREFIX}abc-0", tmp_path / f"{meeting.PREFIX}*-0"
+    others.touch()
+    own.touch()
+    meeting.leave(tmp_path / f"{meeting.PREFIX}*")
+    assert others.exists()
+    assert not own.exists()
+
+
 def test_a_folder_too_long_for_sockets_is_refused_in_words(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
