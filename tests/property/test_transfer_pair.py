@@ -241,7 +241,7 @@ class HostileWindows(HostileWire):
     has_windows = True
 
 
-TestHostileWindows = HostileWindows.TestCase
+TestHostileWindows = pytest.mark.slow(HostileWindows.TestCase)
 
 
 class Adversary:

@@ -145,6 +145,7 @@ def test_a_trace_file_is_played(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert latencies["TTFT"]["p50"] < 0.3 * latencies["TTFT"]["p99"]
 
 
+@pytest.mark.slow
 def test_meshes_are_compared_by_the_same_requests(capsys: pytest.CaptureFixture[str]) -> None:
     """Each row is what a run alone says; the best one is named, and stands first."""
     flags = ["--rate", "9", "--num-requests", "60", "--slo-ttft", "400ms", "--no-what-if"]
