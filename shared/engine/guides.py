@@ -152,8 +152,14 @@ class Guides:
                     text, n_vocab=self._vocab_size, eos_token=self._eos
                 )
             except ValueError:
-                # It may have more tokens than the model, which has no rows for the last ones.
-                self._tokenizer = library().LLTokenizer(text, eos_token=self._eos)
+                # It may have more tokens than the model, which has no rows for the last ones, or
+                # lack some that end an answer.
+                size = library().LLTokenizer(text).vocab_size
+                self._tokenizer = library().LLTokenizer(
+                    text,
+                    n_vocab=max(self._vocab_size, size),
+                    eos_token=[token_id for token_id in self._eos if token_id < size] or None,
+                )
         return matcher(self._tokenizer, grammar)
 
     # --- on the guide thread ---------------------------------------------------------------------

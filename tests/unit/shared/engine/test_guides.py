@@ -70,6 +70,13 @@ def test_whatever_is_chosen_the_answer_matches(guides: Guides) -> None:
         assert 0 <= value["age"] <= 150
 
 
+@pytest.mark.parametrize("eos", [(EOS, NUM_TOKENS), (EOS, VOCAB_SIZE + 3), (VOCAB_SIZE + 3,), ()])
+def test_an_end_of_answers_that_the_tokenizer_lacks_is_left_out(eos: tuple[int, ...]) -> None:
+    """Or, without one, the tokenizer's own: else every answer under a grammar would be refused."""
+    answer = walk(tiny_guides(VOCAB_SIZE, eos), Guide(a_grammar(PERSON), ()), random.Random(0))
+    assert set(json.loads(TOKENIZER.decode(answer[:-1]))) == {"name", "age", "tags"}
+
+
 def test_who_has_the_tokens_has_the_state(guides: Guides) -> None:
     """After a failover anywhere in the answer the masks are those of who never failed."""
     grammar, source = a_grammar(PERSON), random.Random(3)
