@@ -323,14 +323,16 @@ class MistralParser(ToolParser):
         text = self._held.strip()
         found = self._of_value(read_json(text)) if text.startswith("[") else None
         if found is None:
-            for piece in text.split(self.MARK):
-                head = _BARE.match(piece)
+            while text:
+                head = _BARE.match(text)
                 if head is None or head[1] not in self._tools:
                     break
-                arguments = read_json(piece[head.end() :])
-                if not isinstance(arguments, dict):
+                try:
+                    arguments, end = _DECODER.raw_decode(text, head.end())
+                except (ValueError, RecursionError):
                     break
                 calls.append(self._whole(head[1], arguments))
+                text = text[end:].lstrip().removeprefix(self.MARK)
             else:
                 found = calls
         self._held = "" if found else self.MARK + self._held

@@ -116,6 +116,12 @@ LIST = json.dumps(
             "",
             [("weather", {"city": "x"}), NOW],
         ),
+        (
+            "mistral",
+            '[TOOL_CALLS]weather{"city": "[TOOL_CALLS]x"} [TOOL_CALLS]get_time{}',
+            "",
+            [("weather", {"city": "[TOOL_CALLS]x"}), NOW],
+        ),
         ("mistral", "[TOOL_CALLS]nonsense", "[TOOL_CALLS]nonsense", []),
         ("mistral", "a [list] of words [TOOL", "a [list] of words [TOOL", []),
         ("pythonic", '[weather(city="Paris, \\"é\\" {[}"), get_time()]', "", [PARIS, NOW]),
