@@ -353,17 +353,13 @@ def _require_numbers(config: UpConfig) -> None:
             f"--{name.replace('_', '-')} must be {least}..{MAX_WORKERS}",
             param=name,
         )
-    require(
-        not (config.colocated and config.workers),
-        "--workers and --colocated are two answers to one question: give one",
-        param="workers",
-    )
-    for name in ("prefill", "decode"):
-        for other in ("colocated", "workers"):
+    apart = ("prefill", "decode")
+    for name, others in (("workers", apart), ("colocated", (*apart, "workers"))):
+        for other in others:
             require(
                 not (getattr(config, name) and getattr(config, other)),
-                f"--{other} is in place of --{name}: give one of the two",
-                param=name,
+                f"--{other} and --{name} are two answers to one question: give one",
+                param=other,
             )
 
 

@@ -141,7 +141,7 @@ def plan(
         asks.append(replace(fitted, due_s=due_s))
         num_tokens += fitted.num_input
         if is_to_be_sent:
-            require_room(source.name, len(asks), num_tokens)
+            _require_room(source.name, len(asks), num_tokens)
         wanted = (_scaled(ask.num_input, fit), _scaled(ask.num_output, fit))
         num_cut += (fitted.num_input, fitted.num_output) != wanted
     return Workload(
@@ -155,7 +155,7 @@ def plan(
     )
 
 
-def require_room(name: str, num_requests: int, num_tokens: int) -> None:
+def _require_room(name: str, num_requests: int, num_tokens: int) -> None:
     """Raise InvalidRequest if these are more requests, or prompt tokens, than a client's memory
     should hold."""
     if num_requests > MOST_REQUESTS or num_tokens > MOST_PROMPT_TOKENS:
