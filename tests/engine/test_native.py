@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -374,8 +375,9 @@ def loaded_anew(instructions: str = "avx2") -> tuple[str, str]:
 
 @pytest.mark.slow
 def test_the_next_best_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiler that is too old for the best makes lesser ones; where the cache cannot be written,
-    and where what is in it was made for other libraries, they are compiled all the same."""
+    """A compiler that is too old for the best makes lesser ones; where the cache cannot be written
+    or is mounted noexec, and where what is in it was made for other libraries, they are compiled
+    all the same."""
     needs_native()
     monkeypatch.setattr(build, "HERE", tmp_path / "package")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -393,6 +395,10 @@ def test_the_next_best_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert "compiled at every start: " in loaded_anew()[1]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "noexec"))
+    with monkeypatch.context() as patched:
+        mount_noexec(patched, tmp_path / "noexec")
+        assert "noexec/pdmesh/native is mounted noexec (set XDG" in loaded_anew()[1]
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
     made = tmp_path / "other" / "pdmesh" / "native" / build._name("bfloat16", "avx2")
@@ -402,6 +408,17 @@ def test_the_next_best_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert loaded_anew() == ("avx2", "")
     assert build._is_whole(made)
     assert len(made.read_bytes()) > 10_000
+
+
+def mount_noexec(patched: pytest.MonkeyPatch, folder: Path) -> None:
+    """Have the system say so of a folder: to mount one takes root."""
+    asked = os.statvfs
+
+    def answered(path: Path) -> SimpleNamespace:
+        is_inside = Path(path).is_relative_to(folder)
+        return SimpleNamespace(f_flag=asked(path).f_flag | os.ST_NOEXEC * is_inside)
+
+    patched.setattr(os, "statvfs", answered)
 
 
 def program(path: Path, body: str) -> str:
@@ -493,6 +510,10 @@ def test_where_no_build_can_be_put(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("CXX", full)
     with pytest.raises(build.NoPlace, match="cannot be written: No space left"):
         build.compile_into(tmp_path, "bfloat16", "avx2")
+    with monkeypatch.context() as patched:
+        mount_noexec(patched, tmp_path)
+        with pytest.raises(build.NoPlace, match="is mounted noexec"):
+            build.compile_into(tmp_path, "bfloat16", "avx2")
     (tmp_path / "text").write_text("no program")
     (tmp_path / "text").chmod(0o755)
     monkeypatch.setenv("CXX", str(tmp_path / "text"))

@@ -35,7 +35,8 @@ LIBRARIES: Final = (
     "safetensors",
 )  # fmt: skip
 _KERNELS_REMEDY: Final = (
-    "install g++ 11 or newer, or set CXX; XDG_CACHE_HOME must be a folder that can be written"
+    "install g++ 11 or newer, or set CXX; XDG_CACHE_HOME must be a folder that can be written and "
+    "is not mounted noexec"
 )
 NO_WORKERS: Final = (
     "not installed: a gateway needs none; to run workers here: install torch in the build that "

@@ -68,7 +68,7 @@ class NotMade(Unavailable):
 
 
 class NoPlace(Unavailable):
-    """A folder cannot be written."""
+    """A folder cannot be written, or nothing in it can be run."""
 
 
 def best_instructions(numbers: str) -> str:
@@ -110,12 +110,14 @@ def compile_into(folder: Path, numbers: str, instructions: str, *, anew: bool = 
     it if it had to give up. anew: what is there cannot be used on this machine.
 
     Raises Unavailable: no compiler. NotMade: it makes no such kernels. NoPlace: the folder cannot
-    be written.
+    be written, or is mounted noexec.
     """
     compiler = _compiler()
     target = folder / _name(numbers, instructions)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if os.statvfs(folder).f_flag & os.ST_NOEXEC:
+            raise NoPlace(f"{folder} is mounted noexec (set XDG_CACHE_HOME to another folder)")
         with (folder / ".lock").open("a+") as lock:
             has_waited = _lock(lock.fileno())
             if _is_whole(target) and (has_waited or not anew):
