@@ -45,8 +45,13 @@ def gathered(tokens: float, width: int, feed_forward: int, n: int, over: float) 
 
 
 def best_gather(tokens: float, feed_forward: int, n: int) -> float:
-    """Return over how many chips gathering moves least."""
-    return min(n, max(1.0, math.sqrt(tokens * n / feed_forward)))
+    """Return over how many chips gathering moves least.
+
+    From BL = nF/4 on these are all: sqrt(BL n / F) chips, fewer than n up to BL = nF, move as much.
+    """
+    if 4 * tokens >= n * feed_forward:
+        return n
+    return max(1.0, math.sqrt(tokens * n / feed_forward))
 
 
 def layout(tokens: float, width: int, feed_forward: int, n: int) -> str:

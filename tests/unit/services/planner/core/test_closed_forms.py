@@ -262,6 +262,9 @@ def test_layouts() -> None:
     n = best_gather(many, f, 64)
     assert gathered(many, e, f, 64, n) == pytest.approx(4 * e * math.sqrt(many * f / 64))
     assert gathered(many, e, f, 64, 64) == pytest.approx(2 * e * f)
+    for tokens in (1.0, many, 0.24 * 64 * f, 0.26 * 64 * f, 0.9 * 64 * f, 2.0 * 64 * f):
+        least = min(gathered(tokens, e, f, 64, over) for over in range(1, 65))
+        assert gathered(tokens, e, f, 64, best_gather(tokens, f, 64)) <= least
     assert [layout(b, e, f, 64) for b in (64, 1_048_576)] == ["2d", "gathered"]
     assert layout(64, e, f, 8) == "1d"
 
