@@ -54,7 +54,9 @@ def folder_shape(folder: ModelFolder) -> KvShape:
     if config.get("kv_lora_rank"):
         latent = whole("kv_lora_rank") + whole("qk_rope_head_dim")
     has_kv_heads = config.get("num_key_value_heads") is not None
-    dtype = config.get("dtype", config.get("torch_dtype", folder.config.get("torch_dtype")))
+    # transformers 4 calls it torch_dtype; beside a text_config it may stand outside of it.
+    parts = (config, folder.config)
+    dtype = next((found for it in parts if (found := it.get("dtype") or it.get("torch_dtype"))), "")
     head_dim = whole("head_dim") if config.get("head_dim") is not None else hidden // heads
     num_layers = whole("num_hidden_layers", "n_layer")
     num_kv_heads = whole("num_key_value_heads") if has_kv_heads else heads
@@ -75,7 +77,7 @@ def folder_shape(folder: ModelFolder) -> KvShape:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         hidden=hidden,
-        bytes_per_element=_DTYPE_BYTES.get(str(dtype), 2.0),
+        bytes_per_element=_DTYPE_BYTES.get(str(dtype).removeprefix("torch."), 2.0),
         latent=latent,
         num_weights=num_weights,
     )
