@@ -118,8 +118,10 @@ class ConfigReader:
         return value
 
     def index(self, key: str, default: int) -> int:
-        """Return an integer >= 0."""
+        """Return an integer >= 0; 8192.0 is one."""
         value = self._value(key, default)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise self.error(f"{key} must be an integer >= 0, not {value!r}")
         return value
@@ -154,6 +156,8 @@ def read_common(
     reader: ConfigReader,
     *,
     architecture: str,
+    max_len: int,
+    num_kv_heads: int | None = None,
     head_dim: int | None = None,
     qkv_bias: bool = False,
     o_bias: bool = False,
@@ -163,14 +167,17 @@ def read_common(
 ) -> ModelConfig:
     """Read what all families share; the arguments are what a family decides itself.
 
-    head_dim: the family's default when config.json has no ``head_dim``; None = hidden / heads.
+    max_len, num_kv_heads, head_dim: what transformers takes for this family where config.json says
+    nothing; None = as many as heads, hidden / heads.
     windows: None = every layer sees all earlier positions.
     """
     _refuse_unsupported(reader)
     hidden_size = reader.count("hidden_size")
     num_heads = reader.count("num_attention_heads")
     num_layers = reader.count("num_hidden_layers")
-    num_kv_heads = reader.count("num_key_value_heads", num_heads)
+    if num_kv_heads is None or "num_key_value_heads" in reader.values:  # null: as many as heads
+        num_kv_heads = num_heads
+    num_kv_heads = reader.count("num_key_value_heads", num_kv_heads)
     if num_heads % num_kv_heads:
         raise reader.error(
             f"num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}"
@@ -180,7 +187,7 @@ def read_common(
     head_dim = reader.count("head_dim", head_dim)
     if head_dim % 2:
         raise reader.error(f"head_dim {head_dim} is odd: rotary embedding needs pairs")
-    max_len = reader.count("max_position_embeddings")
+    max_len = reader.count("max_position_embeddings", max_len)
     return ModelConfig(
         architecture=architecture,
         vocab_size=reader.count("vocab_size"),

@@ -162,7 +162,7 @@ class TorchEngine(DeviceEngine):
         config = read_model_config(files)
         checkpoint = Checkpoint(files)
         config = with_own_head(config, checkpoint)
-        length = _choose_len(max_model_len, files.max_model_len, config.longest_len)
+        length = _choose_len(max_model_len, config.max_position_embeddings, config.longest_len)
         if block_size < 1:
             raise ModelError(f"block_size must be at least 1, not {block_size}")
         if num_threads is not None:

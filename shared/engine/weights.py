@@ -34,10 +34,11 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class TensorInfo(NamedTuple):
-    """What a header says of one tensor. dtype: safetensors' name for it; begin, end: of its bytes
-    in the file."""
+    """What a header says of one tensor. name: there; dtype: safetensors' name for it; begin, end:
+    of its bytes in the file."""
 
     path: Path
+    name: str
     dtype: str
     shape: tuple[int, ...]
     begin: int
@@ -128,7 +129,7 @@ class Checkpoint:
                 if not os.path.samestat(checked, info.path.stat()):
                     raise self.broken(name, "the file was exchanged while it was loaded")
                 self._mapped[info.path] = file
-            return file.get_tensor(name)
+            return file.get_tensor(info.name)
         except (SafetensorError, OSError) as error:
             raise self.broken(name, error) from error
 
@@ -295,4 +296,4 @@ def _read_entry(path: Path, name: str, entry: object, data_at: int, size: int) -
     known = _DTYPES.get(dtype)
     if known is not None and math.prod(shape) * known.itemsize != end - begin:
         raise ModelError(f"{path}: tensor {name} has {end - begin} bytes, its shape needs another")
-    return TensorInfo(path, dtype, tuple(shape), data_at + begin, data_at + end)
+    return TensorInfo(path, name, dtype, tuple(shape), data_at + begin, data_at + end)

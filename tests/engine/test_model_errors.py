@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from shared.engine import torch_engine
+from shared.engine.models.registry import read_model_config
 from shared.engine.torch_engine import TorchEngine
 from shared.engine.weights import Checkpoint
 from shared.errors import EngineFailed, LocalProtocolError, ModelError
@@ -126,6 +128,19 @@ def test_a_head_that_is_not_the_embedding_counts(
     answers = [driver.run_alone(prompt, greedy(8)).output for prompt in prompts]
     assert answers == reference_generate(folder, prompts, 8)
     assert engine.spec.fingerprint != tied
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_a_tied_matrix_by_the_name_of_the_head(
+    kernels: str, folder_of: Callable[..., Path], tmp_path: Path
+) -> None:
+    """As safetensors' save_model names it; transformers reads both."""
+    folder = Path(shutil.copytree(folder_of("llama-mqa-tied"), tmp_path / "tied"))
+    embedding = "model.embed_tokens.weight"
+    change_tensors(folder, lambda tensors: tensors.update({HEAD: tensors.pop(embedding)}))
+    driver = Driver(TorchEngine.load(folder, kernels=kernels, num_blocks=16))
+    answer = driver.run_alone([3, 1, 4], greedy(8)).output
+    assert [answer] == reference_generate(folder, [[3, 1, 4]], 8)
 
 
 @pytest.mark.parametrize("num_bytes", [0, 5, 8, 100, 40_000])
@@ -289,7 +304,7 @@ def test_links_out_of_the_folder(folder: Path, tmp_path: Path) -> None:
         ({"attention_bias": "yes"}, ("attention_bias",)),
         ({"eos_token_id": ["a"]}, ("eos_token_id",)),
         ({"dtype": "int4"}, ("int4",)),
-        ({"max_position_embeddings": None}, ("max_position_embeddings",)),
+        ({"max_position_embeddings": 0}, ("max_position_embeddings",)),
     ],
     ids=str,
 )
@@ -297,6 +312,53 @@ def test_bad_config(folder: Path, changes: dict[str, Any], words: tuple[str, ...
     """What config.json says and we do not compute is refused, by key."""
     rewrite_config(folder, lambda values: values.update(changes))
     refused(folder, *words)
+
+
+FAMILY_DEFAULTS = {
+    "llama": ("llama-mha", transformers.LlamaConfig),
+    "mistral": ("mistral-no-window", transformers.MistralConfig),
+    "qwen2": ("qwen2-tied", transformers.Qwen2Config),
+    "qwen3": ("qwen3-own-head-dim", transformers.Qwen3Config),
+}
+
+
+@pytest.mark.parametrize("family", FAMILY_DEFAULTS)
+def test_what_a_config_leaves_out(
+    family: str, folder_of: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Is what transformers takes for that family; a null means as many KV heads as heads."""
+    shape, config_class = FAMILY_DEFAULTS[family]
+    folder = Path(shutil.copytree(folder_of(shape), tmp_path / "model"))
+
+    def read(change: Callable[[dict[str, Any]], object]) -> tuple[int, int]:
+        rewrite_config(folder, lambda values: change(values) and None)
+        config = read_model_config(ModelFolder(folder))
+        return config.max_position_embeddings, config.num_kv_heads
+
+    def leave_out(values: dict[str, Any]) -> None:
+        for key in ("max_position_embeddings", "num_key_value_heads"):
+            del values[key]
+        values.update(num_attention_heads=64, hidden_size=1024)
+
+    left_out = config_class(num_attention_heads=64)
+    assert read(leave_out) == (left_out.max_position_embeddings, left_out.num_key_value_heads)
+    changed = read(lambda values: values.update(num_key_value_heads=None))
+    assert changed == (left_out.max_position_embeddings, 64)
+
+
+def test_a_length_may_be_a_float(folder_of: Callable[..., Path], tmp_path: Path) -> None:
+    """Transformers reads 128.0 as 128; half a position is none."""
+    folder = Path(shutil.copytree(folder_of("llama-llama3-rope"), tmp_path / "model"))
+    want = read_model_config(ModelFolder(folder))
+
+    def rope(length: float) -> None:
+        key = "original_max_position_embeddings"
+        rewrite_config(folder, lambda values: values["rope_parameters"].update({key: length}))
+
+    rope(128.0)
+    assert read_model_config(ModelFolder(folder)) == want
+    rope(128.5)
+    refused(folder, "original_max_position_embeddings", "128.5")
 
 
 def test_bad_qwen_windows(folder_of: Callable[..., Path], tmp_path: Path) -> None:

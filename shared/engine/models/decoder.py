@@ -194,9 +194,12 @@ def with_own_head(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
     counts and not what config.json says, as in transformers 5."""
     tensors = checkpoint.tensors
     head, embedding = (f"{it}.weight" for it in (DecoderNames.HEAD, DecoderNames.EMBEDDING))
-    if not config.tie_word_embeddings or head not in tensors or embedding not in tensors:
+    if not config.tie_word_embeddings or head not in tensors:
         return config
-    is_alike = tensors[head][1:3] == tensors[embedding][1:3]  # dtype and shape
+    if embedding not in tensors:  # stored once, by the other name
+        tensors[embedding] = tensors.pop(head)
+        return config
+    is_alike = tensors[head][2:4] == tensors[embedding][2:4]  # dtype and shape
     if is_alike and torch.equal(checkpoint.get(head), checkpoint.get(embedding)):
         return config
     _log.warning(

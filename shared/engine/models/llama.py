@@ -11,6 +11,7 @@ def read_config(reader: ConfigReader) -> ModelConfig:
     return read_common(
         reader,
         architecture="LlamaForCausalLM",
+        max_len=2048,
         qkv_bias=attention_bias,
         o_bias=attention_bias,
         mlp_bias=reader.flag("mlp_bias", False),

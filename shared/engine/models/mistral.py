@@ -17,4 +17,10 @@ def read_config(reader: ConfigReader) -> ModelConfig:
         else None
     )
     num_layers = reader.count("num_hidden_layers")
-    return read_common(reader, architecture="MistralForCausalLM", windows=(window,) * num_layers)
+    return read_common(
+        reader,
+        architecture="MistralForCausalLM",
+        max_len=131_072,
+        num_kv_heads=8,
+        windows=(window,) * num_layers,
+    )

@@ -11,7 +11,12 @@ _DEFAULT_MAX_WINDOW_LAYERS = 28
 def read_config(reader: ConfigReader) -> ModelConfig:
     """Read a Qwen2ForCausalLM config."""
     return read_common(
-        reader, architecture="Qwen2ForCausalLM", qkv_bias=True, windows=read_windows(reader)
+        reader,
+        architecture="Qwen2ForCausalLM",
+        max_len=32_768,
+        num_kv_heads=32,
+        qkv_bias=True,
+        windows=read_windows(reader),
     )
 
 

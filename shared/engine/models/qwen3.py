@@ -14,6 +14,8 @@ def read_config(reader: ConfigReader) -> ModelConfig:
     return read_common(
         reader,
         architecture="Qwen3ForCausalLM",
+        max_len=32_768,
+        num_kv_heads=32,
         head_dim=_DEFAULT_HEAD_DIM,
         qkv_bias=attention_bias,
         o_bias=attention_bias,
