@@ -37,7 +37,7 @@ LAYER_WITHIN_S = 30.0
 """From a step's results to the last word of the slowest rank; a rank that is killed is found out by
 vLLM."""
 
-_EVENT = struct.Struct("<BHI")
+_EVENT = struct.Struct("<BHQ")
 """rank, layer, step."""
 
 _SOCKET = "layers"

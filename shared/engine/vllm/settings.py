@@ -105,6 +105,9 @@ _REFUSED: Mapping[str, str] = {
 }
 """What does not go together with what pdmesh does, and why."""
 
+_IS_ON = ("enable_chunked_prefill", "skip_tokenizer_init", "disable_hybrid_kv_cache_manager")
+"""Of these the switches that are on here."""
+
 _OF_TORCH = frozenset({"kernels", "cuda_graphs", "max_graph_rows"})
 
 _CHANGES_THE_MODEL = (
@@ -269,7 +272,7 @@ def _changes_nothing(key: str, value: Any) -> bool:
     on is not a size of one."""
     if key.endswith("_parallel_size"):
         return value is None or (value == 1 and not isinstance(value, bool))
-    return value in (False, None)
+    return value in (key in _IS_ON, None)
 
 
 def _wrong(text: str) -> InvalidRequest:

@@ -57,9 +57,9 @@ def test_a_rank_that_was_lost_before_anybody_watched_is_told_all_the_same(tmp_pa
             rank.connect(str(tmp_path / "layers"))
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
             other.connect(str(tmp_path / "layers"))
-            events.begin(7, 2, told.put)
+            events.begin(1 << 32, 2, told.put)  # a worker may live for years
             for layer in range(2):  # behind the second one the first rank's end has been heard
-                other.send(struct.pack("<BHI", 0, layer, 7))
+                other.send(struct.pack("<BHQ", 0, layer, 1 << 32))
                 assert told.get(timeout=ENDS_WITHIN_S) == layer
             events.watch(lambda: told.put("lost"))
             assert told.get(timeout=ENDS_WITHIN_S) == "lost"

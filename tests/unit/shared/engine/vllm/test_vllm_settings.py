@@ -145,6 +145,9 @@ def test_what_a_flag_of_ours_sets_is_refused_with_that_flag(key: str, flag: str)
         ("async_scheduling=2", "pdmesh schedules"),
         ("scheduling_policy=priority", "pdmesh schedules"),
         ("enable_chunked_prefill=2", "pdmesh schedules"),
+        ("enable_chunked_prefill=false", "pdmesh schedules"),
+        ("skip_tokenizer_init=false", "the gateway has the tokenizer"),
+        ("disable_hybrid_kv_cache_manager=false", "all layers share one kind of block"),
         ("kv_transfer_config={}", "pdmesh moves KV"),
         ("kv_events_config={}", "pdmesh moves KV"),
         ("ec_transfer_config={}", "pdmesh moves KV"),
@@ -177,10 +180,11 @@ def test_what_fights_with_the_mesh_is_refused_with_the_reason(argument: str, why
     assert caught.value.message.endswith(why)
 
 
-def test_what_is_off_in_words_is_passed_over() -> None:
+def test_what_is_so_anyway_is_passed_over() -> None:
     """A file that says what is the case anyway is no fault; some of it we tell vLLM ourselves, and
     nothing is told twice."""
-    text = "enable_lora=false async_scheduling=false pipeline_parallel_size=1 quantization=fp8"
+    text = "enable_lora=false async_scheduling=false pipeline_parallel_size=1 quantization=fp8 "
+    text += "enable_chunked_prefill=true skip_tokenizer_init=true"
     assert read_arguments(text) == {"quantization": "fp8"}
 
 
