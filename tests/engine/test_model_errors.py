@@ -16,7 +16,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from shared.engine import torch_engine
+from shared.engine import torch_engine, weights
 from shared.engine.models.registry import read_model_config
 from shared.engine.torch_engine import TorchEngine
 from shared.engine.weights import Checkpoint
@@ -427,6 +427,18 @@ def test_fingerprint(folder: Path, folder_of: Callable[..., Path]) -> None:
     rewrite_config(folder, lambda values: values.update(rms_norm_eps=1e-4))
     others.append(load(folder).spec.fingerprint)
     assert len({first, *others}) == 5
+
+
+@pytest.mark.parametrize("name", ["self_attn.k_proj", "mlp.up_proj"])
+def test_fingerprint_of_a_fine_tune(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one matrix in a layer alone, as adapters are merged, far from the ends of a large file."""
+    monkeypatch.setattr(weights, "FINGERPRINT_EDGE_BYTES", 1)
+    change_tensors(folder, lambda _: None)  # the header is another from here on
+    first = load(folder).spec.fingerprint
+    change_tensors(folder, lambda tensors: tensors[f"model.layers.0.{name}.weight"].mul_(1.01))
+    assert load(folder).spec.fingerprint != first
 
 
 def test_bad_rows_are_refused_before_they_run(folder: Path) -> None:
