@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from shared.predict.fit_steps import StepSample, line_through
 from shared.predict.step_time import MIN_STEPS, StepFit, attended
@@ -32,6 +32,11 @@ def _fit(times: TimeModel, shapes: Sequence[tuple[int, int, int, int]]) -> StepF
     return StepFit(*line_through(samples), MIN_STEPS)
 
 
+ANSWER_TOKEN: Final = 0
+"""Every token of an answer. No prompt may have it: it would find its beginning in an answer, even
+in one that has not been told its tokens yet."""
+
+
 class SimEngine(Protocol):
     """One engine on a heap of events."""
 
@@ -40,7 +45,7 @@ class SimEngine(Protocol):
     ``step``."""
 
     times: TimeModel | None
-    """Of which all that it does follows: every token is 1. None = steps must be computed."""
+    """Of which all that it does follows, as no token matters. None = steps must be computed."""
 
     def fits(self) -> tuple[StepFit, StepFit]:
         """What its worker reports of its steps, with prompts and without."""
@@ -66,7 +71,7 @@ class SimEngine(Protocol):
 
 
 class TimedEngine:
-    """Takes the time that a model says; every token is 1, and KV is nothing but its length."""
+    """Takes the time that a model says; no token matters, and KV is nothing but its length."""
 
     spreads_layers = True
 
@@ -92,7 +97,7 @@ class TimedEngine:
         return self._times.step_s(prompt, attends, decodes, context)
 
     def step(self, rows: Sequence[StepRow], on_layer: Callable[[int], None]) -> list[RowResult]:
-        return [RowResult(-1 if row.sample is None else 1) for row in rows]
+        return [RowResult(-1 if row.sample is None else ANSWER_TOKEN) for row in rows]
 
     def read(self, blocks: Sequence[int], start: int, stop: int, layers: tuple[int, int]) -> object:
         return None

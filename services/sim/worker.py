@@ -16,7 +16,7 @@ from typing import Any
 
 from services.sim.clock import EventClock
 from services.sim.ends import KvEnds
-from services.sim.engine import DoneWork, SimEngine
+from services.sim.engine import ANSWER_TOKEN, DoneWork, SimEngine
 from services.sim.equal_steps import MOST_SKIPPED, EqualSteps
 from services.sim.orders import SimJob, Word, WorkerSize, slot_of
 from services.sim.token_times import StepEnds
@@ -409,7 +409,7 @@ class CoreWorker:
         if not run.has_blocks:
             held = self.pool.num_held + num_blocks_for(num_steps, self.scheduler.running, self.pool)
         # After ``held``: an answer that ends gives its blocks back, and held them to the last step.
-        ended = self.scheduler.advance([[1] * num_steps] * run.num_rows)
+        ended = self.scheduler.advance([[ANSWER_TOKEN] * num_steps] * run.num_rows)
         self._run_ends.extend(times)
         self.work.note(times[-1] - run.began_at, held, num_steps)
         run.began_at = times[-1]
@@ -435,7 +435,7 @@ class CoreWorker:
             sequence = job.sequence
             assert sequence is not None
             index = sequence.num_output_tokens - steps.num
-            first = NewToken(sequence, 1, index, finish_reason, None, ())
+            first = NewToken(sequence, ANSWER_TOKEN, index, finish_reason, None, ())
             self._say(job, "run", first, steps=steps)
 
     # --- looking at it ----------------------------------------------------------------------------

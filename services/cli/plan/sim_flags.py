@@ -312,9 +312,9 @@ class _Requests(Sequence[SimRequest]):
 def _tokens(ask: Ask, idx: int, block_tokens: int) -> tuple[int, ...]:
     tokens: list[int] = []
     for block_id in ask.block_ids[: -(-ask.num_input // block_tokens)]:
-        # A token has 32 bits. Ids that are longer are hashes, whose low half tells as much.
-        tokens += [block_id + 1 & 0xFFFF_FFFF] * block_tokens
-    own = random.Random(idx).getrandbits(30)
+        # A token has 32 bits, and is not ANSWER_TOKEN. Ids that are longer are hashes.
+        tokens += [block_id % 0xFFFF_FFFF + 1] * block_tokens
+    own = random.Random(idx).getrandbits(30) + 1
     tokens = tokens[: ask.num_input]
     return (*tokens, *([own] * (ask.num_input - len(tokens))))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,31 @@ def test_a_run_says_what_was_felt(capsys: pytest.CaptureFixture[str]) -> None:
     warned = told(capsys, "1D+1M")["warnings"]
     assert warned == ["nobody computes prompts for D, which does nothing: add a P"]
     assert told(capsys, "1D+1M", "--policy", "splitwise")["warnings"] == []
+
+
+@pytest.mark.slow
+def test_no_prompt_of_a_trace_begins_with_a_simulated_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Blocks are named from 0 on; who found them in answers found what runs have not told yet."""
+    rng = random.Random(39)
+    rows = (
+        {
+            "timestamp": 1000 * n,
+            "input_length": rng.randint(1, 500),
+            "output_length": rng.randint(1, 80),
+            "hash_ids": [n * rng.choice((0, 0, 1))],
+        }
+        for n in range(40)
+    )
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    flags = ("--workload", str(trace), "--rate", "60", "--policy", "conductor")
+    runs, exact = (
+        told(capsys, "1P+1D", *flags, "--kv-tokens", "640", "--fidelity", fidelity)
+        for fidelity in ("runs", "exact")
+    )
+    assert runs == {**exact, "fidelity": "runs"}
 
 
 @pytest.mark.parametrize(("num", "longer"), [("5", "4 x the requests"), ("8", "all 20 requests")])
