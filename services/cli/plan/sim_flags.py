@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final, Literal, overload
 
@@ -48,6 +49,8 @@ MOST_ANSWERS: Final = 20_000
 
 TRIAL_REQUESTS: Final = 60
 """Of the run that tells how quick this machine simulates."""
+TRIAL_STEPS: Final = 1000
+"""With prompts, after which it has enough requests: a prompt may be thousands (--token-budget)."""
 
 
 @Parameter(name="*")
@@ -246,7 +249,12 @@ class SimFlags:
 
     def trial_s(self, shape: MeshShape, requests: Sequence[SimRequest]) -> float:
         """Return how long a run of all requests will take here, from one of a few."""
-        few = requests[:TRIAL_REQUESTS]
+        few, num_steps = list[SimRequest](), 0.0
+        for request in islice(requests, TRIAL_REQUESTS):
+            if num_steps > TRIAL_STEPS:
+                break
+            few.append(request)
+            num_steps += len(request.prompt) / (self.token_budget or STEP_TOKENS)
         return self.run(shape, few).took_s * len(requests) / max(1, len(few))
 
     def warnings(self, shape: MeshShape) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -146,6 +147,24 @@ def test_ctrl_c_keeps_what_was_found(
     out, err = capsys.readouterr()
     assert kept in " ".join(out.split())
     assert err == "pdmesh: interrupted: this is what was found\n"
+
+
+@pytest.mark.parametrize(("budget", "most"), [(0, 60), (1, 2)])
+def test_how_long_it_takes_is_soon_known(
+    budget: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of a thousand steps each are tried by one or two."""
+    num = 0
+
+    def counted(flags: SimFlags, shape: MeshShape, requests: Any) -> Any:
+        nonlocal num
+        num = len(requests)
+        return SimpleNamespace(took_s=0.5 * num)
+
+    monkeypatch.setattr(SimFlags, "run", counted)
+    flags, pair = SimFlags(token_budget=budget, num_requests=400), read_mesh("1P+1D")
+    assert flags.trial_s(pair, flags.requests([Unit()])) == 200.0
+    assert 0 < num <= most
 
 
 def test_too_much_load_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
