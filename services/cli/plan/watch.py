@@ -23,7 +23,6 @@ from services.cli.words import print_lines
 from services.gateway.core.autoscaler import decide
 from services.gateway.core.need import Limits
 from services.gateway.core.scaling import (
-    DWELL_S,
     Decision,
     Kind,
     Memory,
@@ -79,7 +78,8 @@ class WatchFlags:
             ("--attainment", 0 < self.attainment < 1, "above 0 and below 1"),
             ("--max-workers", 0 <= self.max_workers <= 1024, "0..1024"),
         )
-        return Rules(Limits(slo.ttft_s, slo.tpot_s, self.attainment), self.max_workers, DWELL_S)
+        limits = Limits(slo.ttft_s, slo.tpot_s, self.attainment)
+        return Rules(limits, self.max_workers, is_obeyed=False)
 
 
 class Look(NamedTuple):

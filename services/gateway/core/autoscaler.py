@@ -296,8 +296,7 @@ class _Look:
 
     @property
     def _is_kept(self) -> bool:
-        share = self.seen.attainment.share
-        is_said = self.seen.attainment.num_judged >= LEAST_JUDGED and share is not None
+        share, is_said = self.seen.attainment.share, self.seen.attainment.num_judged >= LEAST_JUDGED
         return not is_said or share is None or share >= self.rules.limits.target
 
     def _learn(self, busy: Mapping[Kind, float]) -> dict[Kind, tuple[float, float]]:
@@ -363,8 +362,8 @@ class _Look:
                 self.targets[kind] = num
                 self.ups[kind] = self.now
 
-    def _raise(self, needs: Numbers, spare: Numbers, full: set[Kind], short_since: Times) -> int:
-        """Return how many are needed and not allowed."""
+    def _raise(self, needs: Numbers, spare: Numbers, overfull: set[Kind], since: Times) -> int:
+        """Return how many are needed and not allowed. since: when each role fell short."""
         lacking = 0
         short = {kind: needs[kind] - num for kind, num in self.targets.items()}
         most = self.rules.max_workers or math.inf
@@ -375,11 +374,11 @@ class _Look:
             # The order tells who gets the last one that is allowed: the shortest in proportion.
             kind = max(kinds, key=lambda it: needs[it] / max(1, self.targets[it]))
             fell_s = self.now - self.downs.get(kind, -math.inf)
-            if fell_s < self.rules.dwell_s and kind not in full:
+            if fell_s < self.rules.dwell_s and kind not in overfull:
                 short[kind] = 0
                 continue
             donor = self._donor(kind, spare)
-            if donor is not None and self.now - short_since.get(kind, self.now) < SETTLE_S:
+            if donor is not None and self.now - since.get(kind, self.now) < SETTLE_S:
                 short[kind] = 0  # borrowed for meanwhile
             elif donor is not None:
                 self.targets[donor] -= 1
@@ -388,7 +387,8 @@ class _Look:
                 short[kind] -= 1
             elif sum(self.targets.values()) < most:
                 self._rise(kind, needs)
-                self.ordered[kind] = self.now
+                if self.rules.is_obeyed:
+                    self.ordered[kind] = self.now
                 short[kind] -= 1
             else:
                 self.limit = self.limit or (

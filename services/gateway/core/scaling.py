@@ -57,11 +57,13 @@ class MeshSeen(NamedTuple):
 
 class Rules(NamedTuple):
     """limits: what is to be kept. max_workers: all kinds together, 0 = as many as it takes.
-    dwell_s: between a rise and a fall of one number."""
+    dwell_s: between a rise and a fall of one number. is_obeyed: False = whoever is advised adds a
+    worker when he likes, which tells nothing of how long a start takes."""
 
     limits: Limits
     max_workers: int = 0
     dwell_s: float = DWELL_S
+    is_obeyed: bool = True
 
 
 class RefuseEarly(NamedTuple):

@@ -62,7 +62,8 @@ class Planner(AnswerWatcher):
     ) -> None:
         limits = Limits(config.planner_ttft_s, config.planner_tpot_s, config.planner_target)
         self._mode = config.planner
-        self._rules = Rules(limits, config.max_workers, config.planner_dwell_s)
+        is_obeyed = config.planner == "act"
+        self._rules = Rules(limits, config.max_workers, config.planner_dwell_s, is_obeyed)
         self._members = members
         self._overload = overload
         # As they are configured: only what an order has switched on does an order switch off.

@@ -174,6 +174,15 @@ def test_the_start_up_is_measured() -> None:
     assert mesh.memory.startup_s == pytest.approx(95.0, abs=LOOK_S)
 
 
+def test_what_a_person_takes_to_add_a_worker_is_no_start_up() -> None:
+    """Who is only advised adds one after half an hour: nobody looks half an hour ahead for it."""
+    rules = RULES._replace(is_obeyed=False)
+    mesh = ObedientMesh(list(workers(2, 1)), startup_s=1800.0, rules=rules)
+    mesh.looks(2000, traffic(4.0))
+    assert mesh.num(Kind.PREFILL) > 2
+    assert mesh.memory.startup_s == 0.0
+
+
 def test_neither_a_worker_that_comes_back_nor_one_that_moves_tells_of_a_start_up() -> None:
     """Not even hours after the last start."""
     mesh = ObedientMesh(list(workers(2, 1)))
