@@ -151,10 +151,9 @@ class _AzureRow(msgspec.Struct):
     num_output: _NumTokens = msgspec.field(name="GeneratedTokens")
 
     def ask(self) -> Ask:
-        # Azure writes seven decimals, Python reads six.
-        whole, _, fraction = self.at.strip().partition(".")
-        moment = datetime.datetime.fromisoformat(f"{whole}.{(fraction or '0')[:6]:0<6}")
-        due_s = moment.replace(tzinfo=datetime.UTC).timestamp()
+        # Of the seven decimals that Azure writes, six are read.
+        moment = datetime.datetime.fromisoformat(self.at.strip())
+        due_s = (moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)).timestamp()
         return Ask(num_input=self.num_input, num_output=self.num_output, due_s=due_s)
 
 

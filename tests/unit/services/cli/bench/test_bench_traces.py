@@ -45,6 +45,14 @@ def test_azure(tmp_path: Path) -> None:
     assert (second.num_input, second.due_s) == (396, pytest.approx(4.5))
 
 
+def test_times_of_a_trace_may_name_their_offset(tmp_path: Path) -> None:
+    """A whole second has no decimals, and Z is an offset, too; after a byte order mark."""
+    head, *_ = AZURE.splitlines()
+    times = ("2024-05-12 00:00:00+00:00", "2024-05-12T00:00:01.5Z", "2024-05-12 02:00:03.25+02:00")
+    text = "\r\n".join(["\ufeff" + head, *(f"{at},1,1" for at in times)])
+    assert [ask.due_s for ask in read_trace(written(tmp_path, text)).rows] == [0.0, 1.5, 3.25]
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
