@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,15 +39,12 @@ class GivenRequest(Arrival):
 
 def read_degree(flag: str, text: str) -> Degree:
     """Return what ``TP,PP`` says. Raises InvalidRequest."""
-    parts = text.split(",")
-    if len(parts) != 2 or not all(
-        part.strip().isascii() and part.strip().isdigit() for part in parts
-    ):
+    match = re.fullmatch(r"\s*(\d{1,9})\s*,\s*(\d{1,9})\s*", text)
+    if match is None:
         raise InvalidRequest(
             f"{flag} must be TP,PP (tensor and pipeline parallelism, such as 2,1), not {text!r}"
         )
-    tp, pp = map(int, parts)
-    return Degree(tp, pp)
+    return Degree(int(match[1]), int(match[2]))
 
 
 class DistServeData:

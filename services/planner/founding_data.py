@@ -8,14 +8,21 @@ from statistics import fmean, median
 
 from services.planner.core.paper_table import PaperRow, PaperTable
 from services.planner.mooncake_trace import read_public
+from services.planner.rows import DataError
 from services.planner.splitwise_data import machine_times, read_azure, read_perf_model, runs_of
 from services.sim.baselines.splitwise_times import MeasuredRun
 
 
 def decode_ms(runs: Sequence[MeasuredRun], model: str, hardware: str, batch: int) -> float:
-    """Return the median time of a decode step, with 8 GPUs and prompts of 512 tokens."""
+    """Return the median time of a decode step, with 8 GPUs and prompts of 512 tokens.
+
+    Raises DataError: there are no such runs.
+    """
     own = runs_of(runs, model, hardware)
-    return median(run.token_ms for run in own if (run.batch, run.prompt_len) == (batch, 512))
+    own = [run for run in own if (run.batch, run.prompt_len) == (batch, 512)]
+    if not own:
+        raise DataError(f"no runs of {model} on {hardware} with {batch} prompts of 512 tokens")
+    return median(run.token_ms for run in own)
 
 
 def data_tables(folder: Path) -> list[PaperTable]:
@@ -38,7 +45,8 @@ def data_tables(folder: Path) -> list[PaperTable]:
                 )
             )
     for name in ("conversation", "synthetic"):
-        ratio = fmean(line.prompt_len / line.output_len for line in read_public(folder, name))
+        lines = read_public(folder, name)
+        ratio = fmean(line.prompt_len / max(1, line.output_len) for line in lines)
         why = "theirs is of another trace, 7590/182 = 41.7 by means: a mean of ratios, as ours"
         rows.append(PaperRow(f"Mooncake {name}, mean of input/output", "720", ratio, 0, why=why))
     runs = read_perf_model(folder)

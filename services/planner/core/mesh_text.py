@@ -14,7 +14,7 @@ DEGREES: Final = (1, 2, 4, 8)
 
 KNOWN: Final = "P (prefill), D (decode), M (mixed); in brackets tp1, tp2, tp4, tp8 or a device"
 
-_PART: Final = re.compile(r"(\d*)\s*x?\s*([A-Za-z]+)(?:\(([^()]*)\))?")
+_PART: Final = re.compile(r"(\d{0,9})\s*x?\s*([A-Za-z]+)(?:\(([^()]*)\))?")
 _KINDS: Final = {"p": "P", "prefill": "P", "d": "D", "decode": "D", "m": "M", "mixed": "M"}
 _ORDER: Final = "PDM"
 
@@ -109,13 +109,13 @@ def _read_unit(words: str, text: str) -> Unit:
     for word in filter(None, words.lower().split(",")):
         if tp if word.startswith("tp") else device:
             raise InvalidRequest(f"({words}) in {text!r}: one degree and one device at most")
-        if re.fullmatch(r"tp\d+", word):
+        if re.fullmatch(r"tp\d{1,9}", word):
             tp = int(word[2:])
             if tp not in DEGREES:
                 degrees = ", ".join(f"tp{degree}" for degree in DEGREES)
                 raise InvalidRequest(f"{word} in {text!r}: known are {degrees}")
-        # Degrees of pipelines (pp) and experts (ep) are not simulated, and no names of devices.
-        elif re.fullmatch(r"[a-z][a-z0-9.-]*", word) and not re.fullmatch(r"[pe]p\d*", word):
+        # Degrees of pipelines (pp) and experts (ep) are not simulated; none is a device's name.
+        elif re.fullmatch(r"[a-z][a-z0-9.-]*", word) and not re.fullmatch(r"[tpe]p\d*", word):
             device = word
         else:
             raise InvalidRequest(f"{word!r} in {text!r} is not known: write 3P+2D, with {KNOWN}")

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
+from shared.errors import InvalidRequest
+
 MIXED_FACTOR: Final = 1.1
 """Of a batch with prompts and decodes, over its prompt curve."""
 
@@ -24,7 +26,7 @@ class Curve:
         for x, y in points:
             by_x[x].append(y)
         if len(by_x) < 2:
-            raise ValueError("a curve needs two points")
+            raise InvalidRequest("runs of one batch size tell no curve: is the file whole?")
         self._xs = sorted(by_x)
         self._ys = [median(by_x[x]) for x in self._xs]
 

@@ -247,3 +247,22 @@ def test_splitwises_clusters_for_programs(
     assert bool(frontier["rows"]) == (code == 0)
     assert all(row["theirs"] == "" for row in frontier["rows"])
     assert ("do not keep the limits" in frontier["notes"][0]) == (code == 1)
+
+
+def test_a_damaged_file_of_the_founding_documents_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An answer of no token is none to divide by; runs that are not there are asked for."""
+    data = Path(__file__).parents[2] / "sim" / "data"
+    for name in ("code", "conv"):
+        shutil.copy(
+            data / "azure_code_lengths.csv", tmp_path / f"AzureLLMInferenceTrace_{name}_2023.csv"
+        )
+    for name in ("conversation", "synthetic"):
+        trace(tmp_path / f"{name}_trace.jsonl", {"output_length": 0})
+    command = ["plan", "paper", "founding", "--data", str(tmp_path)]
+    head, *rows = (data / "splitwise_sim_perf_model_tp8.csv").read_text().splitlines()
+    for kept, code in ((rows, 0), ([row for row in rows if ",512,64," not in row], 2)):
+        (tmp_path / "perf_model.csv").write_text("\n".join((head, *kept)))
+        assert main(command) == code
+    assert "with 64 prompts of 512 tokens" in capsys.readouterr().err

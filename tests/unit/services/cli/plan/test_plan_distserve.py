@@ -111,6 +111,7 @@ def test_a_long_search_of_placements_says_so_first(
         (HEAD + "0,0,66145,1\n", ["--prefill", "1,1"], "would wait for ever"),
         (HEAD + "0,0,49999,2\n", [], "more than the 50000 of one decode batch"),
         (HEAD + "0,0,1,1\n", ["--prefill", "2"], "--prefill must be TP,PP"),
+        (HEAD + "0,0,1,1\n", ["--prefill", "9" * 5000 + ",1"], "--prefill must be TP,PP"),
         (HEAD + "0,0,1,1\n", ["--prefill", "3,1"], "opt-13b does not run at tp3,pp1"),
         (HEAD + "0,0,1,1\n", ["--decode", "8,1"], "no coefficients of opt-13b at tp 8"),
         (HEAD + "0,0,1,1\n", ["--model", "opt-1"], "--model must be opt-13b or opt-66b"),

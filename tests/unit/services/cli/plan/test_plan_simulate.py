@@ -268,6 +268,7 @@ def test_meshes_as_people_write_them(text: str, parts: tuple[MeshPart, ...]) -> 
     "text",
     [
         *("", "3Q", "P+", "2", "3P", "2D", "0M", "9999M"),
+        *("9" * 5000 + "M", "1M(tp" + "9" * 5000 + ")", "1M(tp)"),
         *("1M(ep2)", "1M(tp3)", "1M(tp2", "1M(tp2,tp4)", "1M(a100,h100)"),
     ],
 )
