@@ -20,12 +20,12 @@ class WorkerStatus:
     of either kind. home: the role that it has been given, None = the one that it joined with;
     home_order: by which order, 0 = none. queue_s: predicted seconds until all its prompts are
     computed. step_tokens: most tokens of a step, 0 = unknown; batch_tokens: up to so many, prompts
-    share one, likewise. prompt_steps, answer_steps: how long its steps take with prompts, and
-    without. egress_bytes: KV that is announced to others and not
-    acknowledged. first_gateway: the lowest of the gateways that it has joined, 0 = it does not say.
-    num_taken: prompts that it was sent, by all of them. dram_token_s, ssd_token_s: seconds that a
-    token's KV takes from there back into the pool, 0 = unknown. seen: by session, the last order of
-    the gateway it is told to that it counts.
+    share one, likewise; max_running: most sequences of a step, likewise. prompt_steps,
+    answer_steps: how long its steps take with prompts, and without. egress_bytes: KV that is
+    announced to others and not acknowledged. first_gateway: the lowest of the gateways that it has
+    joined, 0 = it does not say. num_taken: prompts that it was sent, by all of them. dram_token_s,
+    ssd_token_s: seconds that a token's KV takes from there back into the pool, 0 = unknown. seen:
+    by session, the last order of the gateway it is told to that it counts.
     """
 
     pending_tokens: int = 0
@@ -45,6 +45,7 @@ class WorkerStatus:
     queue_s: float = 0.0
     step_tokens: int = 0
     batch_tokens: int = 0
+    max_running: int = 0
     prompt_steps: StepFit = NO_FIT
     answer_steps: StepFit = NO_FIT
     speeds: Mapping[Incarnation, float] = field(default_factory=dict[Incarnation, float])

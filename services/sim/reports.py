@@ -123,6 +123,7 @@ def status_of(
         queue_s=core.queue_s(),
         step_tokens=core.size.token_budget,
         batch_tokens=core.size.batch_tokens or core.size.token_budget,
+        max_running=core.size.max_running,
         prompt_steps=prompt_steps,
         answer_steps=answer_steps,
         speeds=core.ends.speeds,

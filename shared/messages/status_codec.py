@@ -18,6 +18,7 @@ _NONE = StreamId(0)
 _SAME = (
     *("pending_tokens", "num_waiting", "num_running", "num_prompts", "num_answers", "num_taken"),
     *("free_blocks", "reserved_blocks", "quarantined_blocks", "step_tokens", "batch_tokens"),
+    "max_running",
     *("egress_bytes", "home_epoch", "home_order", "first_gateway"),
 )
 """What a report and its wire form call and hold alike."""

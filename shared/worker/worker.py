@@ -396,6 +396,7 @@ class MeshWorker:
             queue_s=self._queue_s(),
             step_tokens=self._config.max_step_tokens,
             batch_tokens=self._batch_tokens,
+            max_running=self._config.max_running,
             prompt_steps=prompt_steps,
             answer_steps=answer_steps,
             home_order=self.home.order,

@@ -88,6 +88,7 @@ async def test_a_prompt_does_not_wait_for_those_behind_it(
         assert waited_s == pytest.approx(expected_s, abs=0.01)
         seen = mesh.gateways[0].members.table.get(mesh.prefills[0].incarnation)
         assert seen.status.batch_tokens == settings.get("batch_tokens", 32)
+        assert seen.status.max_running == 256
 
 
 def requests() -> list[Any]:

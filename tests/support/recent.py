@@ -30,11 +30,13 @@ def recent(
     rate: float = 6.0,
     slower: float = 1.0,
     batch_tokens: int = 0,
+    max_running: int = 256,
     **facts: Any,
 ) -> dict[str, Any]:
     """What a gateway tells after ``num`` requests at an even rate, every third of which begins as
     the one before it. slower: factor of what workers really took beside what they report.
-    batch_tokens: up to so many, prompts share a step, 0 = as many as it holds."""
+    batch_tokens: up to so many, prompts share a step, 0 = as many as it holds. max_running: most
+    sequences of a step."""
     prompts: list[tuple[int, ...]] = []
     for number in range(num):
         own = (1000 + number,) * (200 + 7 * (number % 30))
@@ -42,7 +44,7 @@ def recent(
     requests = [
         SimRequest(number / rate, prompt, 5 + number % 20) for number, prompt in enumerate(prompts)
     ]
-    answers = _run(mesh, requests, slower, batch_tokens)
+    answers = _run(mesh, requests, slower, batch_tokens, max_running)
     shape = read_mesh(mesh)
     kinds = [KINDS[part.kind] for part in shape.parts for _ in range(part.num)]
     return {
@@ -53,7 +55,9 @@ def recent(
         "decides": True,
         "handover_s": {"pair": 2 * WIRE_S, "colocated": 2 * WIRE_S},
         "link_bytes_s": 1e9,
-        "workers": [_worker(number, kind, batch_tokens) for number, kind in enumerate(kinds, 1)],
+        "workers": [
+            _worker(number, kind, batch_tokens, max_running) for number, kind in enumerate(kinds, 1)
+        ],
         "requests": [
             _request(number, answer, request)
             for number, (answer, request) in enumerate(zip(answers, requests, strict=True))
@@ -63,7 +67,11 @@ def recent(
 
 
 def _run(
-    mesh: str, requests: Sequence[SimRequest], slower: float, batch_tokens: int
+    mesh: str,
+    requests: Sequence[SimRequest],
+    slower: float,
+    batch_tokens: int,
+    max_running: int,
 ) -> Sequence[SimAnswer]:
     prompts, answers = (
         StepFit(*(value * slower for value in fit[:3]), fit.num_steps)
@@ -80,7 +88,7 @@ def _run(
         policy="least_loaded",
         block_size=16,
         token_budget=0 if "M" in mesh else 2048,
-        max_running=256,
+        max_running=max_running,
         link_bytes_s=1e9,
         batch_tokens=batch_tokens,
         wire_s=WIRE_S,
@@ -88,7 +96,7 @@ def _run(
     return run_mesh(setting, read_mesh(mesh), requests, 1.0).answers
 
 
-def _worker(number: int, kind: str, batch_tokens: int) -> dict[str, Any]:
+def _worker(number: int, kind: str, batch_tokens: int, max_running: int) -> dict[str, Any]:
     return {
         "incarnation": f"{number:016x}",
         "address": f"10.0.0.{number}:1",
@@ -104,6 +112,7 @@ def _worker(number: int, kind: str, batch_tokens: int) -> dict[str, Any]:
         "block_size": 16,
         "step_tokens": 2048,
         "batch_tokens": batch_tokens,
+        "max_running": max_running,
         "token_bytes": TOKEN_BYTES,
         "taken": 0,
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -324,7 +325,7 @@ def _setting(seen: SeenTraffic, flags: VerifyFlags) -> tuple[MeshShape, MeshSett
             block_size=answering[0].block_size if answering else 16,
             # A number would stand for the time that mixed workers keep a step to.
             token_budget=0 if shape.num_of("M") or not computing else computing[0].step_tokens,
-            max_running=256,
+            max_running=min(set(map(attrgetter("max_running"), answering)) - {0}, default=256),
             link_bytes_s=link or (mesh.link_bytes_s if mesh is not None else 0.0),
             batch_tokens=batch_tokens,
             wire_s=wire_s,

@@ -191,8 +191,9 @@ class RecentWorker(msgspec.Struct, forbid_unknown_fields=True):
     without, in seconds for a step (constant_s), each of its tokens (token_s) and each position that
     these attend to (attended_s), which is the ordinary step of the last few; in the mean they take
     mean_ratio as long; num_steps 0 = not known. step_tokens: of its largest step; batch_tokens: up
-    to so many, prompts share one. token_bytes: KV of one token in all layers. taken: prompts that
-    it was sent since it began, by every gateway."""
+    to so many, prompts share one; max_running: most sequences of one, 0 = not known. token_bytes:
+    KV of one token in all layers. taken: prompts that it was sent since it began, by every
+    gateway."""
 
     incarnation: str
     address: str
@@ -210,6 +211,7 @@ class RecentWorker(msgspec.Struct, forbid_unknown_fields=True):
     token_bytes: int
     taken: int
     batch_tokens: int = 0
+    max_running: int = 0
 
 
 class RecentRequest(msgspec.Struct, forbid_unknown_fields=True):

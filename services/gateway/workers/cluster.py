@@ -248,6 +248,7 @@ def recent_body(
                 "block_size": worker.block_size,
                 "step_tokens": worker.status.step_tokens,
                 "batch_tokens": worker.status.batch_tokens,
+                "max_running": worker.status.max_running,
                 "token_bytes": worker.layout.token_bytes,
                 "taken": worker.status.num_taken,
             }

@@ -983,6 +983,7 @@ class WorkerStatus(betterproto2.Message):
     dram_token_s: "float" = betterproto2.field(28, betterproto2.TYPE_DOUBLE)
     ssd_token_s: "float" = betterproto2.field(29, betterproto2.TYPE_DOUBLE)
     batch_tokens: "int" = betterproto2.field(31, betterproto2.TYPE_UINT32)
+    max_running: "int" = betterproto2.field(32, betterproto2.TYPE_UINT32)
     kv: "KvChanges | None" = betterproto2.field(30, betterproto2.TYPE_MESSAGE, optional=True)
 
 default_message_pool.register_message("pdmesh.v1", "WorkerStatus", WorkerStatus)

@@ -54,6 +54,18 @@ def test_prompts_share_a_step_as_far_as_workers_report(capsys: pytest.CaptureFix
     assert facts["worst"]["TTFT"] in ("prefill", "prefill_queue")
 
 
+def test_steps_are_as_large_as_workers_report(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of workers that decode two answers at once, the third waits; one that does not say so, of an
+    earlier release, is taken to decode 256."""
+    body = recent(rate=30.0, max_running=2)
+    code, facts = verified(body, capsys)
+    assert code == 0
+    assert all(abs(it["error"]) < 0.005 for it in facts["figures"])
+    for it in body["workers"]:
+        del it["max_running"]
+    assert verified(body, capsys)[0] == 1
+
+
 def test_steps_that_take_longer_than_reported_are_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
