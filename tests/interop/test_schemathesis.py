@@ -50,7 +50,7 @@ async def test_the_document_is_true(client_bin: Callable[[str], Path], tmp_path:
     path.write_text(hash_key("alice", "secret"))
     async with http_gateway(ScriptedMesh(), KeyRing(path)) as url:
         # The scripted mesh has no members to tell of.
-        options = ("--exclude-path", "/cluster", "-n", "30")
+        options = ("--exclude-path", "/cluster", "-n", "12")
         words = await run(client, url, tmp_path, *options, key="secret")
     assert " passed" in words
 
