@@ -123,7 +123,7 @@ static void put_event(Conn *conn, int field, const unsigned char *body, size_t s
 
 static void put_hello(Conn *conn) {
     unsigned char hello[64];
-    size_t size = put_uint(hello, 1, 1);
+    size_t size = put_uint(hello, 1, PROTOCOL_VERSION);
     size += put_uint(hello + size, 2, conn->is_decode ? 3 : 2);
     size += put_fixed64(hello + size, 3, incarnations[conn->is_decode]);
     size += put_bytes(hello + size, 4, "mock", 4);

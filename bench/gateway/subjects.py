@@ -29,6 +29,7 @@ from shared.home import Role
 from shared.ids import Incarnation
 from shared.kv.layout import KvLayout
 from shared.membership.join import Announcement, Registration
+from shared.messages.codec import PROTOCOL_VERSION
 from shared.model_folder import ModelFolder, resolve_model
 from shared.model_spec import ModelSpec
 from shared.rpc.tcp import TcpNetwork
@@ -82,8 +83,8 @@ class Subject:
 
 def compile_programs(folder: Path) -> dict[str, Path]:
     """Compile the mocks and the client; exits with a sentence if there is no compiler."""
-    names = ("backend", "mesh", "client")
-    return {name: compile_c(HERE / f"{name}.c", folder / name) for name in names}
+    names, protocol = ("backend", "mesh", "client"), f"-DPROTOCOL_VERSION={PROTOCOL_VERSION}"
+    return {name: compile_c(HERE / f"{name}.c", folder / name, protocol) for name in names}
 
 
 def write_words(path: Path) -> None:

@@ -1,0 +1,31 @@
+"""The workers of bench/gateway are C programs that speak the mesh's sessions, by its protocol."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+
+from bench.gateway.run import Client, Load, tools
+from bench.gateway.subjects import Cores, our_gateway
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler"),
+]
+
+
+async def test_our_gateway_answers_by_the_mock_pair() -> None:
+    """Every byte is checked by the client, which ends with an error else."""
+    everywhere = frozenset(os.sched_getaffinity(0))
+    cores = Cores(everywhere, everywhere)
+    load = Load("a few", "stream", 2, 8, False, 0.5, ())
+    async with (
+        tools() as (programs, words, log),
+        our_gateway(programs, words, cores, log) as gateway,
+    ):
+        client = Client(programs["client"], words, cores)
+        figures = await client.run(gateway, load, warm_s=0.0, window_s=load.window_s)
+    assert figures["answers"] > 0
+    assert figures["failed"] == 0
