@@ -84,7 +84,7 @@ def announcement(role: wire.Role, incarnation: int) -> wire.WorkerAnnounce:
             name="m",
             fingerprint=bytes(32),
             vocab_size=1000,
-            max_model_len=8192,
+            max_model_len=2 * LONG_PROMPT,
             dtype="float32",
             engine="torch",
         ),
