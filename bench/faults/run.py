@@ -162,6 +162,7 @@ class Faults:
                 has_begun.set()
 
         loop = asyncio.get_running_loop()
+        later: list[asyncio.TimerHandle] = []
         try:
             async with asyncio.TaskGroup() as tasks:
                 asked = tasks.create_task(self.ask(on_token=watch))
@@ -173,8 +174,11 @@ class Faults:
                     victim.send(SIGNALS[action])
                 for other in others:
                     number = self.random.choice((signal.SIGKILL, signal.SIGSTOP))
-                    loop.call_later(self.random.random() * OVERLAP_S, other.send, number)
+                    delay_s = self.random.random() * OVERLAP_S
+                    later.append(loop.call_later(delay_s, other.send, number))
         finally:
+            for timer in later:
+                timer.cancel()
             for process in (victim, *others):
                 await process.end_at_once()
                 self.mesh.processes.remove(process)
