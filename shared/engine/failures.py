@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+
 import torch
 
 from shared.errors import EngineFailed
@@ -10,6 +12,13 @@ MEMORY_REMEDY = (
     "leave more beside KV (smaller --gpu-memory-share, --kv-gib or --num-blocks), or compute less "
     "in a step (--token-budget, --max-running)"
 )
+
+
+def words_of(error: BaseException) -> str:
+    """Return what an error says, or else which line has raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    line = f" ({frames[-1].line})" if frames else ""
+    return str(error).strip() or f"{type(error).__name__}{line}"
 
 
 class DeviceFailures:
@@ -28,7 +37,7 @@ class DeviceFailures:
         # included; the others come from missing builds and from the host's memory.
         if not isinstance(error, (RuntimeError, MemoryError, AssertionError, NotImplementedError)):
             return
-        text = (str(error).strip() or type(error).__name__).splitlines()[0]
+        text = words_of(error).splitlines()[0]
         # Libraries and graphs take memory beside torch's allocator, and fail in their own words.
         is_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
         if not is_memory and "out of memory" not in text:

@@ -168,6 +168,12 @@ def test_a_model_that_arguments_change_is_another_one(engine_of: EngineOf) -> No
     assert engine_of("llama", vllm_args="stream_interval=2").spec.fingerprint == plain
 
 
+def test_sizes_that_do_not_fit_the_weights_are_told(engine_of: EngineOf) -> None:
+    """VLLM asserts them without a word."""
+    with pytest.raises(ModelError, match=r"assert .*hf_overrides do not fit its weights\?"):
+        engine_of("llama", vllm_args="""hf_overrides='{"vocab_size":1000}'""")
+
+
 @pytest.mark.parametrize(
     ("argument", "error"),
     [

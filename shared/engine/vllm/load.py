@@ -19,7 +19,7 @@ import torch
 from shared.config import DecodeConfig, WorkerConfig
 from shared.engine.base import DEFAULT_CPU_KV_BYTES
 from shared.engine.device import require_shareable_memory, resolve_device
-from shared.engine.failures import DeviceFailures
+from shared.engine.failures import DeviceFailures, words_of
 from shared.engine.guides import Guides
 from shared.engine.models.registry import read_model_config
 from shared.engine.streams import CudaStreams, Streams
@@ -288,9 +288,12 @@ def _core(wanted: Any, begins: Callable[[str], None], meeting: Path) -> Any:
             return EngineCore(wanted, Executor.get_class(wanted), log_stats=False)
     except Exception as error:
         why = settings.in_our_words(why_failed(meeting))
-        if not why and isinstance(error, MeshError):
+        told = why or _told(error)
+        if "AssertionError" in told:  # vLLM takes sizes for granted
+            told += ": config.json or hf_overrides do not fit its weights?"
+        elif not why and isinstance(error, MeshError):
             raise
-        raise ModelError(f"vLLM cannot load this model: {why or _told(error)}") from error
+        raise ModelError(f"vLLM cannot load this model: {told}") from error
 
 
 def _end(core: Any) -> None:
@@ -303,7 +306,7 @@ def _end(core: Any) -> None:
 
 
 def _told(error: Exception) -> str:
-    return settings.in_our_words(str(error)) or type(error).__name__
+    return settings.in_our_words(words_of(error))
 
 
 def _only_group(core: Any, folder: Path) -> Any:

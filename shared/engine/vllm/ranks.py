@@ -31,6 +31,7 @@ from typing import TextIO
 import torch
 
 from shared.engine.base import OnLayer
+from shared.engine.failures import words_of
 from shared.errors import EngineFailed
 
 LAYER_WITHIN_S = 30.0
@@ -128,7 +129,7 @@ class RankErrors(logging.StreamHandler[TextIO]):
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
-        text = record.getMessage() if error is None else str(error) or type(error).__name__
+        text = record.getMessage() if error is None else words_of(error)
         try:
             with self._place.open("x") as file:
                 file.write(text)
