@@ -20,7 +20,7 @@ from services.gateway.front.auth import read_keys
 from services.gateway.front.quota import KeyLimits
 from services.gateway.own_policy import load_policy
 from shared import config
-from shared.address import parse_address
+from shared.address import of_this_machine, parse_address
 from shared.config import (
     DecodeConfig,
     GatewayConfig,
@@ -129,8 +129,8 @@ def _read_size(_: Any, tokens: Sequence[Token]) -> int:
 
 
 def require_free_port(host: str, port: int, flag: str, *, host_flag: str = "--host") -> None:
-    """Raise CannotRun, naming the flag that helps, if we cannot listen at one of the addresses of
-    ``host``, or not on this port."""
+    """Raise CannotRun, naming the flag that helps, if no address of ``host`` is this machine's, or
+    we cannot listen on this port of one."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -138,7 +138,7 @@ def require_free_port(host: str, port: int, flag: str, *, host_flag: str = "--ho
             f"cannot listen on {host}, which cannot be looked up ({error.strerror}): give an "
             f"address of this machine with {host_flag}"
         ) from None
-    for family, kind, _, _, address in found:
+    for family, kind, _, _, address in of_this_machine(found):
         try:
             with socket.socket(family, kind) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

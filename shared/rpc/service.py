@@ -23,7 +23,7 @@ from grpclib.const import Status
 from grpclib.exceptions import StreamTerminatedError
 from h2.exceptions import H2Error
 
-from shared.address import Address
+from shared.address import Address, host_of
 from shared.errors import (
     DeadlinePassed,
     InvalidRequest,
@@ -84,8 +84,8 @@ class ServerStream(Generic[Request, Reply]):
             for key, value in metadata.items()
             if isinstance(value, str) and key != DEADLINE_KEY
         }
-        host, port, *_ = raw.peer.addr() or ("", 0)
-        self.peer = Address(host, port)
+        peer = raw.peer.addr() or ("", 0)
+        self.peer = Address(host_of(peer), peer[1])
         deadline_at: str | None = metadata.get(DEADLINE_KEY)
         self.deadline_at = None if deadline_at is None else float(deadline_at)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import socket
 import ssl
 from collections.abc import AsyncGenerator, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 from grpclib.client import Channel
 from grpclib.protocol import H2Protocol
 
+from shared.address import listen_at
 from shared.http2.connection import ConnectionLimits, GuardedProtocol, client_protocol
 from shared.messages.message_codec import MessageCodec
 from shared.rpc.call_server import CLOSE_WITHIN_S, CallServer, IsKnown
@@ -98,27 +98,15 @@ class TcpNetwork:
         is_known: IsKnown | None = None,
     ) -> AsyncGenerator[CallServer]:
         """See Network."""
-        loop = asyncio.get_running_loop()
         calls = CallServer(handlers, limits=self._limits, is_known=is_known)
-        # With port 0 every family would get a port of its own, so only one is asked for.
-        hosts = [found.host for found in await self._passive(address)][
-            : 1 if not address.port else None
-        ]
-        try:
-            listener = await loop.create_server(
-                calls.protocol,
-                hosts,
-                address.port,
-                backlog=BACKLOG,
-                ssl=tls and tls.context(GRPC),
-                ssl_handshake_timeout=tls and HANDSHAKE_WITHIN_S,
-            )
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                text = f"cannot listen on {address}: the port is in use"
-            else:
-                text = f"cannot listen on {address}: {error.strerror or error}"
-            raise OSError(error.errno, text) from error
+        listener = await listen_at(
+            calls.protocol,
+            address.host,
+            address.port,
+            backlog=BACKLOG,
+            ssl=tls and tls.context(GRPC),
+            ssl_handshake_timeout=tls and HANDSHAKE_WITHIN_S,
+        )
         host, port, *_ = listener.sockets[0].getsockname()
         calls.address = Address(host, port)
         try:
@@ -131,18 +119,6 @@ class TcpNetwork:
                 async with asyncio.timeout(CLOSE_WITHIN_S):
                     await listener.wait_closed()
 
-    async def _passive(self, address: Address) -> list[Address]:
-        try:
-            infos = await asyncio.get_running_loop().getaddrinfo(
-                address.host or None,
-                address.port,
-                type=socket.SOCK_STREAM,
-                flags=socket.AI_PASSIVE,
-            )
-        except socket.gaierror as error:
-            raise OSError(error.errno, f"cannot listen on {address}: {error.strerror}") from error
-        return [Address(str(info[4][0]), address.port) for info in infos]
-
     @contextlib.asynccontextmanager
     async def channel(self, address: Address) -> AsyncGenerator[GuardedChannel]:
         """See Network."""
@@ -152,6 +128,8 @@ class TcpNetwork:
     async def resolve(self, host: str, port: int) -> list[Address]:
         """See Network. Of a name with addresses of both families only the IPv4 ones count: they
         lead to the same hosts, and a gateway must not be joined twice."""
+        if "%" in host:  # an address already, whose zone uvloop would forget
+            return [Address(host, port)]
         try:
             infos = await asyncio.get_running_loop().getaddrinfo(
                 host, port, type=socket.SOCK_STREAM

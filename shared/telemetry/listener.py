@@ -15,6 +15,7 @@ from typing import Any, cast
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
+from shared.address import listen_at
 from shared.errors import InvariantViolated
 
 
@@ -78,7 +79,7 @@ async def serve_metrics(
         return _ScrapeConnection(manager, loop=loop, access_log=cast("Any", None))
 
     try:
-        server = await loop.create_server(connection, host, port)
+        server = await listen_at(connection, host, port)
         try:
             yield
         finally:

@@ -31,6 +31,7 @@ from services.gateway.http.messages import (
     head_of,
     too_large,
 )
+from shared.address import listen_at
 from shared.rpc.network import Address
 from shared.rpc.tls import HANDSHAKE_WITHIN_S, HTTP, ServerTls
 from shared.runtime.groups import TaskGroup, plain_errors
@@ -404,18 +405,18 @@ async def listen(
     with plain_errors():
         async with TaskGroup() as tasks:
             listener = _Listener(handler, headers_for, tasks)
-            create_server = partial(
-                loop.create_server,
+            listen_on = partial(
+                listen_at,
                 lambda: Connection(listener, loop),
                 address.host,
                 backlog=1024,
                 ssl=tls and tls.context(HTTP),
                 ssl_handshake_timeout=tls and HANDSHAKE_WITHIN_S,
             )
-            servers = [await create_server(address.port, reuse_port=reuse_port or None)]
+            servers = [await listen_on(address.port, reuse_port=reuse_port or None)]
             try:
                 if own_port:
-                    servers.append(await create_server(own_port))
+                    servers.append(await listen_on(own_port))
                 yield Address(address.host, servers[0].sockets[0].getsockname()[1])
             finally:
                 for server in servers:

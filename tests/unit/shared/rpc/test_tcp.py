@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import socket
+from typing import Any
 
 import pytest
 
-from shared.address import Address
+from shared.address import Address, host_of, listen_at
 from shared.http2.connection import ConnectionLimits
 from shared.rpc.tcp import GuardedChannel, TcpNetwork, closing
 
@@ -36,3 +39,41 @@ def test_a_call_that_is_given_up_amid_its_connection_leaves_nothing_behind() -> 
 
     uvloop.run(main())
     assert num_given_up
+
+
+async def test_a_name_is_listened_at_where_this_machine_has_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """``localhost`` is ::1, too, also where IPv6 is off; of a name with nothing here is told."""
+
+    def found(*hosts: str) -> Any:
+        return lambda _host, port, *_: [
+            (socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, port)) for host in hosts
+        ]
+
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+    elsewhere = "192.0.2.1"
+    monkeypatch.setattr(socket, "getaddrinfo", found(elsewhere, "127.0.0.1"))
+    for wanted in (0, port):
+        server = await listen_at(asyncio.Protocol, "a", wanted)
+        assert [it.getsockname()[0] for it in server.sockets] == ["127.0.0.1"]
+        server.close()
+    monkeypatch.setattr(socket, "getaddrinfo", found(elsewhere))
+    with pytest.raises(OSError, match=f"cannot listen on a:{port}: .*{elsewhere}") as told:
+        await listen_at(asyncio.Protocol, "a", port)
+    assert told.value.errno == errno.EADDRNOTAVAIL
+
+
+def test_a_link_local_address_keeps_its_zone() -> None:
+    """Also on the loop of services, whose lookups forget it: without it nobody is reached."""
+    uvloop = pytest.importorskip("uvloop")
+    zone = socket.if_nameindex()[0]
+
+    async def main() -> None:
+        named = f"fe80::1%{zone[1]}"
+        assert await TcpNetwork().resolve(named, 8200) == [Address(named, 8200)]
+        assert host_of(("fe80::1", 8200, 0, zone[0])) == named
+        assert host_of(("fe80::1", 8200, 0, 0)) == "fe80::1"
+
+    uvloop.run(main())
