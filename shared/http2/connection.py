@@ -95,10 +95,11 @@ class ConnectionLimits:
 
 
 def h2_configuration(*, is_client: bool) -> H2Configuration:
-    """Return what grpclib's own server and client use."""
+    """Return what grpclib's own server and client use, but that a header may hold any bytes (RFC
+    9110, 5.5): one in a header that nobody reads would end all calls of its connection."""
     return H2Configuration(
         client_side=is_client,
-        header_encoding="ascii",
+        header_encoding="latin-1",
         validate_inbound_headers=False,
         validate_outbound_headers=False,
         normalize_inbound_headers=False,

@@ -24,6 +24,7 @@ from tests.support.echo_service import EchoService, ask, echo_server
 from tests.support.raw_http2 import RawClient, framed, raw_client
 
 INVALID_ARGUMENT, RESOURCE_EXHAUSTED, UNKNOWN, INTERNAL = "3", "8", "2", "13"
+UNIMPLEMENTED = "12"
 
 
 @pytest.fixture
@@ -183,12 +184,18 @@ async def test_request_without_a_path_is_reset(server: CallServer) -> None:
         assert (await client.call(client.headers(TOKENIZE.path), framed(b"")))["grpc-status"] == "0"
 
 
-async def test_header_that_is_not_ascii_costs_the_connection(server: CallServer) -> None:
-    """Header bytes that cannot be text close the connection and nothing else."""
+@pytest.mark.parametrize("name", ["user-agent", "authorization", "x-bin", "traceparent"])
+async def test_a_header_may_hold_any_bytes(server: CallServer, name: str) -> None:
+    """Latin-1 and UTF-8 are answered as if the header were not there; a path is unknown."""
     async with raw_client(server.address) as client:
-        await client.call(client.headers(TOKENIZE.path, ("x", "wörld")), framed(b""))
-        while await client.read_some():
-            pass
+        for value in ("\xe9", "\xc3\xa9"):
+            headers = [
+                (key.encode(), text.encode("latin-1"))
+                for key, text in client.headers(TOKENIZE.path, (name, value))
+            ]
+            assert (await client.call(headers, framed(b"")))["grpc-status"] == "0"
+            found = await client.call(client.headers(TOKENIZE.path + value), framed(b""))
+            assert found["grpc-status"] == UNIMPLEMENTED
 
 
 async def test_a_client_that_says_goodbye_gets_its_answer() -> None:

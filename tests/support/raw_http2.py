@@ -19,7 +19,7 @@ from h2.events import (
 
 from shared.address import Address
 
-Headers = Sequence[tuple[str, str]]
+Headers = Sequence[tuple[str | bytes, str | bytes]]
 
 
 class RawClient:
