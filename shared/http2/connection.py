@@ -107,15 +107,21 @@ def h2_configuration(*, is_client: bool) -> H2Configuration:
     )
 
 
-class _ServerH2(H2Connection):
-    """A server's state machine that goes on when a client says goodbye with calls in progress."""
+class _PatientH2(H2Connection):
+    """A state machine that goes on when the other end says goodbye with calls in progress."""
 
     def _receive_goaway_frame(self, frame: GoAwayFrame) -> tuple[list[Frame], list[Event]]:
-        # h2 takes it for the end of the connection. Without an error it says that the client makes
-        # no further calls (RFC 9113, 6.8): it closes the connection when it has its answers.
+        # h2 takes it for the end of the connection. Without an error it says that its sender makes
+        # no further calls, or takes none after the last it names: it closes the connection when all
+        # have their answers (RFC 9113, 6.8).
         if frame.error_code != ErrorCodes.NO_ERROR:
             return super()._receive_goaway_frame(frame)
-        return [], [UnknownFrameReceived(frame=frame)]  # counted among control frames
+        events: list[Event] = [
+            StreamReset(stream_id=stream_id, error_code=ErrorCodes.REFUSED_STREAM)
+            for stream_id in self.streams
+            if self._stream_id_is_outbound(stream_id) and stream_id > frame.last_stream_id
+        ]
+        return [], [UnknownFrameReceived(frame=frame), *events]  # counted among control frames
 
 
 class GuardedStream(Stream):
@@ -244,8 +250,26 @@ class GuardedProcessor(EventsProcessor):
             self.goodbye(ErrorCodes.ENHANCE_YOUR_CALM)
         elif isinstance(event, DataReceived) and not event.flow_controlled_length:
             return  # grpclib takes an empty frame for the end of the stream
+        elif isinstance(event, UnknownFrameReceived) and isinstance(event.frame, GoAwayFrame):
+            if isinstance(self.handler, GrpclibClientHandler):
+                self.handler.close()  # its channel makes another connection for the next call
+                self._close_if_left()
         elif type(event) in getattr(self, "processors", ()):
             super().process(event)
+
+    def register(self, stream: Stream) -> Callable[[], None]:
+        release = super().register(stream)
+
+        def release_stream() -> None:
+            release()
+            self._close_if_left()
+
+        return release_stream
+
+    def _close_if_left(self) -> None:
+        """Close a connection that takes no calls any more, once those that there are have ended."""
+        if getattr(self.handler, "connection_lost", False) and not self.streams:
+            self.close()
 
     def goodbye(self, code: ErrorCodes = ErrorCodes.NO_ERROR) -> None:
         """Close the connection and say so (GOAWAY); every stream on it ends."""
@@ -307,7 +331,7 @@ class GuardedProtocol(H2Protocol):
         streams in the same instant, and must not be held to h2's defaults."""
         limits = self._limits
         is_client = bool(self.h2_config.client_side)
-        h2 = (H2Connection if is_client else _ServerH2)(config=self.h2_config)
+        h2 = _PatientH2(config=self.h2_config)
         h2.local_settings = Settings(
             client=is_client,
             initial_values={

@@ -15,11 +15,12 @@ from hyperframe.frame import GoAwayFrame
 
 from shared import wire
 from shared.address import Address
+from shared.errors import WorkerLost
 from shared.http2.connection import ConnectionLimits
 from shared.rpc.call_server import CallServer
 from shared.rpc.methods import GENERATE, TOKENIZE
 from shared.rpc.tcp import TcpNetwork
-from tests.support.calls import call_unary
+from tests.support.calls import call_server_stream, call_unary
 from tests.support.echo_service import EchoService, ask, echo_server
 from tests.support.raw_http2 import RawClient, framed, raw_client
 
@@ -220,6 +221,33 @@ async def test_a_client_that_says_goodbye_gets_its_answer() -> None:
                 service.released.clear()
         assert not await client.answer(stream_id)
     assert service.num_cancelled == 1
+
+
+async def test_a_server_that_says_goodbye_finishes_its_answers() -> None:
+    """Calls up to the last that it names go on, later ones are lost; the next takes another
+    connection, and the one that was left is closed with its last call."""
+    async with (
+        echo_server(TcpNetwork()) as (service, server),
+        TcpNetwork().channel(server.address) as channel,
+    ):
+        async with (
+            call_server_stream(channel, GENERATE, ask("linger")) as first,
+            call_server_stream(channel, GENERATE, ask("linger")) as second,
+        ):
+            while service.num_started < 2:
+                await service.started.wait()
+                await asyncio.sleep(0)
+            (left,) = server._protocols
+            for last in (2**31 - 1, 1):  # as proxies do: one that refuses nothing comes first
+                left._transport.write(GoAwayFrame(0, last_stream_id=last).serialize())
+            with pytest.raises(WorkerLost):
+                await second.receive()
+            reply = await call_unary(channel, TOKENIZE, wire.TokenizeRequest(text="fine"))
+            assert reply.token_ids == b"fine"
+            assert len(server._protocols) == 2
+            service.released.set()
+            assert [message.text async for message in first] == ["released"]
+        await asyncio.wait_for(left.closed.wait(), 5)
 
 
 async def test_random_bytes_cost_the_connection(server: CallServer) -> None:
