@@ -273,9 +273,7 @@ class Members(ABC):
 
     def _forget(self, member: Member) -> None:
         self.table.leave(member.core.incarnation)
-        self.router.expectations.left(member.core.incarnation)
-        if self.router.prefixes is not None:
-            self.router.prefixes.left(member.worker)
+        self.router.left(member.worker)
 
     def _unpair(self, member: Member, error: MeshError) -> None:
         for other in self.members.values():

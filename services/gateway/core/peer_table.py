@@ -103,6 +103,7 @@ class PeerTable:
             self._changed.pop(worker.bit, None)
             for other in self._workers.values():
                 other.partners &= ~worker.bit
+                other.asked.pop(incarnation, None)
             self._count()
         return worker
 

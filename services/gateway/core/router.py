@@ -16,6 +16,7 @@ from services.gateway.core.prefixes import HashedPrompt, Prefixes
 from services.gateway.core.rendezvous import affinity_of
 from services.gateway.core.routing import PairWanted, RouteDecision, RoutingPolicy, route
 from services.gateway.core.sides import NO_HITS, RouteRequest
+from services.gateway.core.worker import Worker
 
 SMALL_SURPRISE = 0.05
 """Share of a prompt that may be cached without having been expected (indices know granules, caches
@@ -51,6 +52,13 @@ class Router:
             return NO_HITS
         return self.prefixes.found(prompt, now) or NO_HITS
 
+    def left(self, worker: Worker) -> None:
+        """Forget a worker that has left."""
+        self.policy.left(worker.incarnation)
+        self.expectations.left(worker.incarnation)
+        if self.prefixes is not None:
+            self.prefixes.left(worker)
+
     def route(self, request: RouteRequest, now: float, random: float) -> Routed:
         """Choose among all pairs that could be made. A request never waits for that if another pair
         can take it: it goes to the best one that is made, and the next one finds the better.
@@ -69,8 +77,10 @@ class Router:
                 num_output_tokens=self.expectations.expected_output(request.num_tokens) or 0,
                 now=now,
             )
-        decision, pairs = route(policy, request, self._table.reach, random), list[PairWanted]()
+        memory, pairs = policy.memory, list[PairWanted]()
+        decision = route(policy, request, self._table.reach, random)
         if decision is not None and not self._table.is_paired(decision.prefill, decision.decode):
+            policy.memory = memory  # one request takes one turn
             pairs.append(PairWanted(decision.prefill, decision.decode))
             decision = route(policy, request, self._table.sides, random)
         if decision is None:

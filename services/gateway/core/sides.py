@@ -141,6 +141,12 @@ class RoutingPolicy:
     memory: Any = None
     """A ``Memory``: never changed, but set anew; set to what a record has, it decides as then."""
 
+    def left(self, incarnation: Incarnation) -> None:
+        """A worker has left: its number is forgotten."""
+        memory: Memory = self.memory
+        if isinstance(memory, Mapping):
+            self.memory = {it: number for it, number in memory.items() if it != incarnation}
+
     def scores(self, request: RouteRequest, sides: Sides) -> Scores:
         """Return what this policy compares: by itself each worker alone, the same for every
         request."""

@@ -9,9 +9,6 @@ from services.gateway.core.sides import RoutingPolicy
 from services.gateway.core.worker import Worker
 from shared.ids import Incarnation
 
-MAX_REMEMBERED = 4096
-"""Workers whose last choice is remembered; more than can be here at once."""
-
 
 class InTurn(RoutingPolicy):
     """Such a policy. memory: the last choice of every worker, the newest last."""
@@ -34,8 +31,6 @@ class InTurn(RoutingPolicy):
         for incarnation in incarnations:
             self.memory.pop(incarnation, None)
             self.memory[incarnation] = turn
-        if len(self.memory) > MAX_REMEMBERED:  # the one chosen longest ago has left
-            del self.memory[next(iter(self.memory))]
 
 
 def least(scores: Sequence[float], places: Sequence[int], equal: float = 0.0) -> Sequence[int]:

@@ -185,9 +185,7 @@ class Membership:
         if not self.is_here(worker):
             return
         self.table.leave(incarnation)
-        self.expectations.left(incarnation)
-        if self.prefixes is not None:
-            self.prefixes.left(worker)
+        self.router.left(worker)
         self.pairs.pop(incarnation, None)
         sessions = [self.sessions.pop((incarnation, role)) for role in worker.serves]
         for session in sessions:

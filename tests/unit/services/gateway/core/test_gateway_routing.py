@@ -10,6 +10,7 @@ from typing import Any, get_args
 import pytest
 
 from services.gateway.core.peer_table import OwnModel, PeerTable
+from services.gateway.core.router import Router
 from services.gateway.core.routing import MAX_RECORDED, POLICIES, Candidate, RouteDecision, route
 from services.gateway.core.sides import RouteRequest, RoutingPolicy
 from services.gateway.core.worker import Role, Worker, WorkerStatus
@@ -99,6 +100,47 @@ def test_idle_workers_share_the_work_equally(name: str) -> None:
         for pair, count in chosen.items():
             by_worker[pair[side]] += count
         assert set(by_worker.values()) == {20}
+
+
+@pytest.mark.parametrize("name", ["round_robin", "least_loaded"])
+def test_one_request_takes_one_turn(name: str) -> None:
+    """Also one for which a better pair is to be made first: it would have counted twice."""
+    table, policy = PeerTable(), POLICIES[name]()
+    everybody = [a_worker(Role.PREFILL, 1 + idx, serves=tuple(Role)) for idx in range(3)]
+    for worker in everybody:
+        table.join(worker)
+        table.report(worker, WorkerStatus(home=Role.DECODE))
+    first, second, third = (worker.incarnation for worker in everybody)
+    status = WorkerStatus(home=Role.DECODE, paired=frozenset({third}))
+    table.report(everybody[1], status)
+    router = Router(policy, table, index_bytes=0)
+    for turn in range(1, 4):
+        decision, wanted = router.route(REQUEST, 0.0, 0.0)
+        assert decision is not None
+        assert (decision.prefill, decision.decode) == (second, third)
+        if name == "round_robin":
+            assert policy.memory == turn
+        else:
+            assert policy.memory == {second: turn, third: turn}
+            assert [it.prefill for it in wanted] == [first]  # it has not had its turn
+
+
+def test_who_has_left_is_forgotten() -> None:
+    """By the policy, too, whose records it would be in for ever; and by those asked to pair up with
+    it."""
+    table, policy = a_mesh(), POLICIES["least_loaded"]()
+    router = Router(policy, table, index_bytes=0)
+    prefill, _, decode, _ = table.workers
+    for _ in range(2):
+        decision, _ = router.route(REQUEST, 0.0, 0.0)
+    remembered = decision.seen.memory if decision and decision.seen else None
+    assert table.ask_for(prefill.incarnation, decode.incarnation, 0.0)
+    for worker in (decode, prefill):
+        router.left(worker)
+        table.leave(worker.incarnation)
+    assert policy.memory == {2: 2, 101: 2}
+    assert remembered == {1: 1, 100: 1}  # a record stays what it was
+    assert not prefill.asked
 
 
 def test_random_reaches_every_pair() -> None:
