@@ -112,6 +112,7 @@ class Membership:
 
         Raises IncompatiblePeer: it does not fit the workers that are here.
         """
+        now = worker.reported_at = asyncio.get_running_loop().time()
         self.table.join(worker)
         for role in worker.serves:
             old = self.sessions.get((worker.incarnation, role))
@@ -135,7 +136,7 @@ class Membership:
             address=f"{worker.host}:{worker.port}",
             num_blocks=worker.num_blocks,
             block_size=worker.block_size,
-            at_s=asyncio.get_running_loop().time(),
+            at_s=now,
         )
         if self.prefixes is not None and self.prefixes.joined(worker):
             self.directives.tell()  # with the second one, those that were here are asked, too

@@ -172,7 +172,7 @@ class WorkerSession:
 
     def _down(self) -> None:
         self.worker.sessions.discard(self._role)
-        self._control = None
+        self._last_silence_s, self._control = self.silence_s, None
         self._on_change()
 
     def _fail_all(self, error: MeshError) -> None:
@@ -207,7 +207,6 @@ class WorkerSession:
                 error = await control.run(
                     self._on_prefill_event if is_prefill else self._on_decode_event
                 )
-                self._last_silence_s = control.silence_s
                 # Not after the block: while its connection closes it must get no new requests.
                 self._lose(error)
             finally:

@@ -7,11 +7,13 @@ import contextlib
 import math
 import random
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from services.gateway.core.routing import POLICIES
+from services.gateway.core.scaling import seen_workers
 from services.gateway.core.worker import Role, Worker, WorkerStatus
 from services.gateway.workers.membership import Membership
 from services.gateway.workers.peers import WorkerSession
@@ -251,6 +253,28 @@ async def test_a_worker_that_serves_both_roles_has_two_sessions() -> None:
         members.leave(both, "it left")
         assert members.table.at_home_with_tokens == (other,)
         assert len(members.sessions) == 1
+
+
+async def test_what_has_just_joined_is_new() -> None:
+    """Its first report comes a moment later: until then it is no worker that was silent for
+    hours."""
+    network: Any = Silence()
+    policy, randbytes = POLICIES["least_loaded"](), random.Random(1).randbytes
+    async with Membership(network, policy, Incarnation(1), randbytes).running() as members:
+        members.join(read_announcement(an_announcement(), "peer"))
+        (seen,) = seen_workers(members.table.workers, asyncio.get_running_loop().time())
+        assert seen.age_s < 1.0
+
+
+async def test_silence_before_a_leave_is_remembered() -> None:
+    """A client has waited through it; that of an earlier session is over."""
+    session = a_session(Role.DECODE)
+    session.worker = a_worker(Role.DECODE, 5)
+    control: Any = SimpleNamespace(silence_s=0.9)
+    for before in (0.0, 5.0):
+        session._last_silence_s, session._control = before, control
+        session.abandon(WorkerLost("the worker left the mesh"))
+        assert session.silence_s == 0.9
 
 
 NO_HOSTS = [
