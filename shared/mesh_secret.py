@@ -64,7 +64,7 @@ def mesh_secret(
     if path is not None:
         where = str(path)
         try:
-            text = path.read_bytes()[:4096].decode("utf-8", "replace").strip()
+            text = path.read_bytes()[:4096].decode("utf-8-sig", "replace").strip()
         except OSError as error:
             reason = os.strerror(error.errno or 0).lower()
             raise InvalidRequest(

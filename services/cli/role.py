@@ -74,8 +74,6 @@ def _named(worker: str, workers: list[dict[str, Any]]) -> str:
         for it in workers
         if it["address"] == worker or it["incarnation"].startswith(worker.lower())
     ]
-    if len(meant) > 1:
-        raise InvalidRequest(
-            f"{worker!r} is the beginning of {len(meant)} workers: give more of it"
-        )
+    if len(meant) > 1 or not worker:
+        raise InvalidRequest(f"{worker!r} may be any of {len(meant)} workers: give more of it")
     return meant[0] if meant else worker

@@ -36,6 +36,7 @@ PLAIN_KEY_NAME = "api-key"
 ROLES = "roles"
 """The right to change workers' homes."""
 
+_KEY = re.compile(rf"[!-~]{{1,{MAX_KEY_CHARS}}}")
 _LINE = re.compile(
     r"(?P<name>[A-Za-z0-9._-]{1,64}):(?P<digest>[0-9a-fA-F]{64})(:(?P<salt>[!-~]{1,128}))?"
     r"(?P<words>(\s+((requests_per_minute|concurrent_requests)=\d{1,9}|may=roles))*)"
@@ -162,7 +163,7 @@ def read_keys(path: Path, limits: KeyLimits) -> list[ApiKey]:
     number, never the line.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         reason = os.strerror(error.errno or 0).lower()
         raise _unusable(
@@ -238,15 +239,17 @@ def hash_key(
 ) -> str:
     """Return the line of a key file for this key; a limit of 0 is left to the gateway's flag.
 
-    Raises InvalidRequest: the name or the salt has characters that the file cannot hold.
+    Raises InvalidRequest: the name or the salt has characters that the file cannot hold, or the key
+    is none that a header holds.
     """
     digest = hashlib.sha256(key.encode()).hexdigest()
     line = f"{name}:{digest}" + (f":{cache_salt}" if cache_salt else "")
     line += "".join(f" {what}={most}" for what, most in dataclasses.asdict(limits).items() if most)
     line += f" may={may}" if may else ""
-    if not key or _LINE.fullmatch(line) is None or "#" in line:
+    if _KEY.fullmatch(key) is None or _LINE.fullmatch(line) is None or "#" in line:
         raise InvalidRequest(
             "a key's name is 1 to 64 characters of A-Z a-z 0-9 . _ -, its salt 1 to 128 visible "
-            "ASCII characters without #, its one right is roles, and the key itself is not empty"
+            "ASCII characters without #, its one right is roles, and the key itself is 1 to "
+            f"{MAX_KEY_CHARS} visible ASCII characters"
         )
     return line

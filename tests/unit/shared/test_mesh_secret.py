@@ -69,9 +69,9 @@ def with_file(path: Path) -> GatewayConfig:
 
 
 def test_file_and_variable_say_the_same(tmp_path: Path) -> None:
-    """Spaces round it do not count; both at once are one too many."""
+    """Spaces round it do not count, nor a byte order mark; both at once are one too many."""
     path = tmp_path / "secret"
-    path.write_text(f"{TEXT}\n")
+    path.write_text(f"{TEXT}\n", encoding="utf-8-sig")
     of_file = mesh_secret(with_file(path), {})
     of_variable = mesh_secret(GatewayConfig(), {SECRET_VARIABLE: f" {TEXT}\n"})
     assert of_file is not None

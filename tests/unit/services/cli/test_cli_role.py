@@ -7,7 +7,8 @@ from aiohttp import web
 
 from services.cli.client import RunningGateway
 from services.cli.flags import CannotRun
-from services.cli.role import _move
+from services.cli.role import _move, _named
+from shared.errors import InvalidRequest
 
 
 async def _cluster(request: web.Request) -> web.Response:
@@ -34,3 +35,11 @@ async def test_a_gateway_that_hangs_up_is_told_in_words() -> None:
             await _move("10.0.0.1:9000", "token", RunningGateway(url=url))
     finally:
         await runner.cleanup()
+
+
+@pytest.mark.parametrize(("worker", "count"), [("", 1), ("", 2), ("a", 2)])
+def test_a_worker_is_named_by_more_than_chance(worker: str, count: int) -> None:
+    """Nothing is the beginning of every name, and no name."""
+    workers = [{"incarnation": f"a{idx}", "address": f"10.0.0.{idx}:9000"} for idx in range(count)]
+    with pytest.raises(InvalidRequest, match="give more of it"):
+        _named(worker, workers)

@@ -36,7 +36,9 @@ def test_what_is_no_record_is_refused(
 
 
 def test_a_path_is_no_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """No gateway is asked for it."""
+    """No gateway is asked for it, but for one name, which may be any request's."""
+    assert run(["explain", "a" * 300, "--url", "http://127.0.0.1:9"]) == 1
+    assert "nothing answers" in capsys.readouterr().err
     for path, why in ((tmp_path, "is a directory"), (tmp_path / "lost.json", "no such file")):
         assert run(["explain", str(path)]) == 2
         assert why in capsys.readouterr().err

@@ -96,6 +96,13 @@ def test_a_key_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
         KeyRing(path)
 
 
+def test_a_key_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    """As some editors write it."""
+    path = tmp_path / "keys"
+    path.write_text(hash_key("alice", "k"), encoding="utf-8-sig")
+    assert KeyRing(path).check("Bearer k").name == "alice"
+
+
 def test_a_malformed_line_is_named_but_not_shown(tmp_path: Path) -> None:
     """The error gives the line's number; a key pasted by mistake stays out of the log."""
     with pytest.raises(InvalidRequest, match="line 2") as caught:
@@ -166,9 +173,10 @@ def test_new_keys_are_long_and_differ() -> None:
 
 
 @pytest.mark.parametrize(("name", "key", "salt"), [("", "k", ""), ("a b", "k", ""), ("a", "", ""),
-("a", "k", "x y"), ("a", "k", "#")])  # fmt: skip
+("a", "k", "x y"), ("a", "k", "#"), ("a", " ", ""), ("a", "k ", ""), ("a", "ü", ""),
+("a", "k" * 513, "")])  # fmt: skip
 def test_a_line_that_could_not_be_read_back_is_not_made(name: str, key: str, salt: str) -> None:
-    """hash_key refuses what a key file cannot hold."""
+    """hash_key refuses what a key file cannot hold, and a key that no request could have."""
     with pytest.raises(InvalidRequest):
         hash_key(name, key, salt)
 
