@@ -20,12 +20,16 @@ from math import isfinite
 from typing import Any, NamedTuple, NoReturn, cast
 
 _HEAD = re.compile(
-    r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+    r'\s{0,99}\{\s{0,99}"name"\s{0,99}:\s{0,99}("(?:[^"\\]|\\.){0,256}")\s{0,99},'
+    r'\s{0,99}"(?:arguments|parameters)"\s{0,99}:\s{0,99}(?=\{)'
 )
 """A call whose name comes first, up to its arguments. What is no object (null, or an object as
-text) is read as a whole."""
+text) is read as a whole. Bounded, for it is looked for with every token."""
 _BARE = re.compile(r"\s*([A-Za-z0-9_.-]{1,128})(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
 """Mistral's newer way, up to the arguments."""
+
+MAX_ENDS_IN_STRINGS = 8
+"""Of one call; what has more of them is text up to the first."""
 
 
 class Said(NamedTuple):
@@ -180,6 +184,8 @@ class HermesParser(ToolParser):
 
     BEGIN, END = "<tool_call>", "</tool_call>"
     _is_call = _is_after_call = _has_head = False
+    _ends: tuple[int, ...] = ()  # marks within a string, of a call that is read as a whole
+    _sought = 0  # before here is no other one
 
     def _said(self, *, is_over: bool) -> Iterator[Said]:
         while self._held:
@@ -194,7 +200,7 @@ class HermesParser(ToolParser):
                     yield Said(text)
                 if mark is None:
                     return
-                self._is_call, self._has_head = True, False
+                self._is_call, self._has_head, self._ends, self._sought = True, False, (), 0
             if not self._has_head and (head := _HEAD.match(self._held)):
                 name = read_json(head[1])
                 if name in self._tools:
@@ -204,32 +210,42 @@ class HermesParser(ToolParser):
                     yield Said("", self.num_calls - 1, name)
             if self._value is not None and not (yield from self._arguments(self._value)):
                 return
-            end = self._held.find(self.END)
-            begin = self._held.find(self.BEGIN) if self._has_head else -1
-            if begin >= 0 and not 0 <= end < begin:  # the mark between two calls was left out
-                self._held, self._is_call, self._is_after_call = self._held[begin:], False, True
+            if self._has_head:
+                _, mark = self._text_before([self.END, self.BEGIN])
+                if mark is None:
+                    self._held = "" if is_over else self._held
+                    return
+                if mark == self.BEGIN:  # the mark between two calls was left out
+                    self._held = mark + self._held
+                self._is_call, self._is_after_call = False, True
                 continue
+            end = self._held.find(self.END, self._sought)
+            if end < 0 and not is_over:
+                self._sought = max(0, len(self._held) - len(self.END) + 1)
+                return
+            # Some models leave the last mark out.
+            calls, is_cut = self._read_whole(self._held if end < 0 else self._held[:end])
+            if end >= 0 and is_cut and len(self._ends) < MAX_ENDS_IN_STRINGS:
+                self._ends, self._sought = (*self._ends, end), end + 1
+                continue
+            if calls is None and self._ends:
+                end = self._ends[0]
             if end < 0:
-                if is_over and self._has_head:
-                    self._held = ""
-                elif is_over:
-                    self._held = self.BEGIN + self._held
-                    # What is no call, ``finish`` tells as text.
-                    yield from self._unfinished()
+                self._held = "" if calls else self.BEGIN + self._held  # which ``finish`` tells
+                yield from calls or ()
                 return
             inner, self._held = self._held[:end], self._held[end + len(self.END) :]
-            self._is_call = False
-            calls = None if self._has_head else self._of_value(read_json(inner))
-            self._is_after_call = self._has_head or calls is not None
-            if not self._has_head:
-                yield from calls or [Said(self.BEGIN + inner + self.END)]
+            self._is_call, self._is_after_call = False, calls is not None
+            yield from calls or [Said(self.BEGIN + inner + self.END)]
 
-    def _unfinished(self) -> Iterator[Said]:
-        """What began like a call when the answer ended; some models leave the last mark out."""
-        calls = self._of_value(read_json(self._held.removeprefix(self.BEGIN)))
-        if calls:
-            self._held = ""
-            yield from calls
+    def _read_whole(self, text: str) -> tuple[list[Said] | None, bool]:
+        """Return the calls of a text, None = it is none; and whether it ends within a string."""
+        try:
+            return self._of_value(_DECODER.decode(text)), False
+        except json.JSONDecodeError as error:
+            return None, error.msg.startswith("Unterminated string")
+        except (ValueError, RecursionError):
+            return None, False
 
 
 class WholeJsonParser(ToolParser):
@@ -345,12 +361,13 @@ class ListParser(ToolParser):
     def _said(self, *, is_over: bool) -> Iterator[Said]:
         while self._held:
             if self._value is None:
-                head = _HEAD.match(self._held.lstrip(" \t\r\n[,}"))
+                self._held = self._held.lstrip(" \t\r\n[,}")
+                head = _HEAD.match(self._held)
                 if head is None:
                     if is_over:  # the list's end, or a call that was cut off before its name
                         self._held = ""
                     return
-                self._held = self._held.lstrip(" \t\r\n[,}")[head.end() :]
+                self._held = self._held[head.end() :]
                 self._value = JsonValue()
                 self.num_calls += 1
                 yield Said("", self.num_calls - 1, json.loads(head[1]))

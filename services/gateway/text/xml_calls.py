@@ -22,6 +22,8 @@ from services.gateway.text.tool_calls import Said, ToolParser, num_begun, read_j
 
 MAX_HEAD = 256
 """Longest beginning of a call, up to the end of its name: what is longer is text."""
+MAX_MARK = 16
+"""No mark is longer."""
 
 _TEXT = frozenset({"string"})
 _KINDS = {
@@ -34,13 +36,14 @@ class XmlParser(ToolParser):
     """See the module.
 
     BEGINS: how a call may begin. HEAD: from there to the end of its name. KEY: from there, or from
-    the value before, to a value. ENDS: where a value ends; the first one is its own. CLOSES: where
-    arguments end. TRIM: what may stand between a value and its marks. OF_UNKNOWN: the types of a
-    value of which the schema says nothing; none = any.
+    the value before, to a value; KEY_BEGIN: what it begins with. ENDS: where a value ends; the
+    first one is its own. CLOSES: where arguments end. TRIM: what may stand between a value and its
+    marks. OF_UNKNOWN: the types of a value of which the schema says nothing; none = any.
     """
 
     BEGINS: ClassVar[tuple[str, ...]]
     HEAD: ClassVar[re.Pattern[str]]
+    KEY_BEGIN: ClassVar[str]
     KEY: ClassVar[re.Pattern[str]]
     ENDS: ClassVar[tuple[str, ...]]
     CLOSES: ClassVar[tuple[str, ...]]
@@ -105,6 +108,9 @@ class XmlParser(ToolParser):
             self._num_values += 1
             return f"{begin}{_json(key[1])}: " + '"' * (self._types == _TEXT)
         if end is None:
+            # A key may still begin where the last mark does, or amid one, and nothing before.
+            begin = self._held.rfind(self.KEY_BEGIN)
+            self._held = self._held[begin if begin >= 0 else -MAX_MARK :]
             return ""
         self._held = self._held[end[0] + len(end[1]) :]
         self._is_open, self._is_after_call = False, True
@@ -138,8 +144,9 @@ class QwenCoderParser(XmlParser):
 
     BEGINS = ("<tool_call>", "<function=")
     HEAD = re.compile(r"(?:<tool_call>\s*)?<function=([^<>\s]+)>")
+    KEY_BEGIN = "<parameter="
     # A line end after it is not the value's, so it is no key before one more character is here.
-    KEY = re.compile(r"<parameter=([^<>]+)>(?:\n|(?=[^\n]))")
+    KEY = re.compile(r"<parameter=([^<>]{1,512})>(?:\n|(?=[^\n]))")
     ENDS = ("</parameter>", "<parameter=", "</function>", "</tool_call>")
     CLOSES = ("</function>", "</tool_call>")
     TRIM = "\n"
@@ -151,8 +158,11 @@ class GlmParser(XmlParser):
 
     BEGINS = ("<tool_call>",)
     HEAD = re.compile(r"<tool_call>\s*([A-Za-z0-9_.-]+)(?:\\n|\s)*(?=<)")
+    KEY_BEGIN = "<arg_key>"
     # Of one text one reading: three neighbours that each take spaces cost the cube of their number.
-    KEY = re.compile(r"<arg_key>\s*([^<>\s](?:[^<>]*[^<>\s])?)\s*</arg_key>(?:\\n|\s)*<arg_value>")
+    KEY = re.compile(
+        r"<arg_key>\s*([^<>\s](?:[^<>]{0,512}[^<>\s])?)\s*</arg_key>(?:\\n|\s)*<arg_value>"
+    )
     ENDS = ("</arg_value>", "</tool_call>")
     CLOSES = ("</tool_call>",)
 

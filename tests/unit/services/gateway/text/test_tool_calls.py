@@ -79,6 +79,11 @@ def hermes(name: str, arguments: Any, key: str = "arguments") -> str:
     return f"<tool_call>\n{call}\n</tool_call>"
 
 
+MARKED = ("get_time", {"at": "</tool_call>, <tool_call> and </tool_call>"})
+NAME_LAST = json.dumps({"arguments": MARKED[1], "name": MARKED[0]})
+NAME_LAST = f"<tool_call>\n{NAME_LAST}\n</tool_call>"
+UNCLOSED = '<tool_call>{"name: "get_time"}</tool_call>'
+MANY_MARKS = '<tool_call>{"' + "</tool_call>" * 20
 CALL = json.dumps({"name": PARIS[0], "parameters": PARIS[1]}, ensure_ascii=False)
 LIST = json.dumps(
     [{"name": name, "arguments": arguments} for name, arguments in (PARIS, NOW)],
@@ -94,6 +99,11 @@ LIST = json.dumps(
         ("hermes", hermes(*PARIS)[: -len("</tool_call>")], "", [PARIS]),
         ("hermes", hermes(*PARIS)[: -len("</tool_call>")] + hermes(*NOW), "", [PARIS, NOW]),
         ("hermes", '<tool_call>{"arguments": {}, "name": "get_time"}</tool_call>', "", [NOW]),
+        ("hermes", f"{NAME_LAST} {NAME_LAST}", "", [MARKED, MARKED]),
+        ("hermes", NAME_LAST[: -len("</tool_call>")], "", [MARKED]),
+        ("hermes", f"{UNCLOSED}\n{hermes(*NOW)}", f"{UNCLOSED}\n", [NOW]),
+        ("hermes", f"{UNCLOSED} and so on", f"{UNCLOSED} and so on", []),
+        ("hermes", MANY_MARKS + hermes(*NOW), MANY_MARKS, [NOW]),
         ("hermes", "no call <tool_cal> at all <", "no call <tool_cal> at all <", []),
         ("hermes", hermes("nobody", {}), hermes("nobody", {}), []),
         ("hermes", "<tool_call>no JSON</tool_call> x", "<tool_call>no JSON</tool_call> x", []),
@@ -373,6 +383,29 @@ def test_spaces_without_end_are_read_at_once(begin: str) -> None:
     began_at = time.process_time()
     parser.feed(" " * 2000)
     assert time.process_time() - began_at < 0.5
+
+
+@pytest.mark.parametrize(
+    ("make", "begin"),
+    [
+        (PARSERS["hermes"], '<tool_call>{"name": "'),
+        (PARSERS["hermes"], '<tool_call>{"name": "get_time", "arguments": {}}'),
+        (PARSERS["qwen3_coder"], "<tool_call><function=get_time>"),
+        (PARSERS["glm45"], "<tool_call>get_time\n<arg_key>"),
+        (ListParser, '[{"name": "'),
+    ],
+)
+def test_what_does_not_end_costs_no_more_with_each_token(make: Any, begin: str) -> None:
+    """A model that repeats itself amid a call holds its gateway up for nobody."""
+    parser = make(TOOLS)
+    parser.feed(begin)
+    taken_s = [0.0, 0.0]
+    for turn in range(2):
+        began_at = time.process_time()
+        for _ in range(4000):
+            parser.feed("abcdefgh")
+        taken_s[turn] = time.process_time() - began_at
+    assert taken_s[1] < 2 * taken_s[0] + 0.1
 
 
 @pytest.mark.parametrize(
