@@ -36,7 +36,7 @@ from h2.events import (
     StreamReset,
     UnknownFrameReceived,
 )
-from h2.exceptions import ProtocolError
+from h2.exceptions import ProtocolError, StreamClosedError
 from h2.settings import SettingCodes, Settings
 from hyperframe.frame import Frame, GoAwayFrame
 
@@ -134,6 +134,13 @@ class GuardedStream(Stream):
     def init_stream(self, stream_id: int, connection: Connection) -> None:
         super().init_stream(stream_id, connection)
         self.buffer = InboundBuffer(partial(connection.ack, stream_id))
+
+    async def send_headers(self, headers: Any, end_stream: bool = False) -> None:
+        # The last word of a call whose caller has reset it has nobody who would read it, and would
+        # wait for a full connection for ever.
+        if not self.closable:
+            raise StreamClosedError(self.id or 0)
+        await super().send_headers(headers, end_stream)
 
     async def send_data(self, data: bytes, end_stream: bool = False) -> None:
         if end_stream or not self.send_data_nowait(data):

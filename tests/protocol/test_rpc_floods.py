@@ -111,6 +111,31 @@ async def test_who_reads_nothing_is_gone_with_the_call_soon() -> None:
         assert service.num_cancelled == 1
 
 
+async def test_a_call_that_is_reset_behind_a_full_connection_ends_at_once() -> None:
+    """Its last word would wait until the client reads, and be kept for it, also by a drain."""
+    async with echo_server(TcpNetwork()) as (service, server), raw_client(server.address) as client:
+        client.h2.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 1 << 30})
+        client.h2.increment_flow_control_window(1 << 30)
+        client.writer.transport.pause_reading()  # pyright: ignore[reportAttributeAccessIssue]
+        client.h2.send_headers(1, client.headers(GENERATE.path))
+        request = bytes(wire.GenerateRequest(text="flood:1000"))
+        client.h2.send_data(1, framed(request), end_stream=True)
+        await client.flush()
+        (connection,) = server._protocols
+        async with asyncio.timeout(5):
+            while connection.connection.write_ready.is_set():
+                await service.started.wait()
+                await asyncio.sleep(0)
+        client.h2.reset_stream(1)
+        await client.flush()
+        async with asyncio.timeout(5):
+            await service.ended.wait()
+            assert await server.drain(1.0)
+        assert service.num_cancelled == 1
+        assert not connection.closed.is_set()
+        assert not connection.processor.streams
+
+
 def test_a_line_says_how_many_were_left_out() -> None:
     """The first of a minute is told at once; the next minute's first says what was not."""
     complaints = Complaints()
