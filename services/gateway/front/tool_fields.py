@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
@@ -62,11 +62,22 @@ class NamedFunction(msgspec.Struct):
     name: ToolName
 
 
+Tools = Annotated[list[ToolBody], fields.rule("Names differ.", maxItems=MAX_TOOLS)]
+
+
+class AllowedTools(msgspec.Struct):
+    """The tools that may be called, by their names, of those that the model is shown."""
+
+    mode: Annotated[str, fields.rule(enum=["auto", "required"])]
+    tools: Tools
+
+
 class NamedTool(msgspec.Struct):
-    """The one tool to call; other choices have no function, and are refused by their type."""
+    """The one tool to call, or those that may be; other choices are refused by their type."""
 
     function: NamedFunction | UnsetType = UNSET
-    type: Annotated[str, fields.rule(const="function")] = "function"
+    type: Annotated[str, fields.rule(enum=["function", "allowed_tools"])] = "function"
+    allowed_tools: AllowedTools | UnsetType = UNSET
 
 
 class CalledFunction(msgspec.Struct):
@@ -84,7 +95,6 @@ class MessageCall(msgspec.Struct):
     type: Annotated[str, fields.rule(const="function")] = "function"
 
 
-Tools = Annotated[list[ToolBody], fields.rule("Names differ.", maxItems=MAX_TOOLS)]
 ToolChoice = Annotated[str, fields.rule(enum=["none", "auto", "required"])] | NamedTool
 
 
@@ -147,6 +157,9 @@ def tool_use(
         return None
     elif choice == "required":
         use = "required"
+    elif isinstance(choice, NamedTool) and choice.type == "allowed_tools":
+        use, wanted = _allowed(choice.allowed_tools, names)
+        functions = {place: one for place, one in functions.items() if one.name in wanted}
     elif isinstance(choice, NamedTool):
         wanted = _of_type_function(choice, choice.function, "tool_choice").name
         if wanted not in names:
@@ -160,6 +173,24 @@ def tool_use(
             raise limits.refusal("tool_choice", "needs tools")
         return None
     return ToolUse(functions=functions, choice=use, is_parallel=is_parallel is not False)
+
+
+def _allowed(
+    allowed: AllowedTools | UnsetType, names: Container[str]
+) -> tuple[Literal["auto", "required"], set[str]]:
+    """Return whether one must be called, and which may be."""
+    param = "tool_choice.allowed_tools"
+    if allowed is UNSET:
+        raise limits.refusal(param, "is required")
+    wanted: set[str] = set()
+    for idx, tool in enumerate(allowed.tools):
+        name = _of_type_function(tool, tool.function, f"{param}.tools[{idx}]").name
+        if name not in names:
+            raise limits.refusal(f"{param}.tools[{idx}].function.name", "is none of the tools")
+        wanted.add(name)
+    if allowed.mode not in ("auto", "required"):
+        raise limits.refusal(f"{param}.mode", "must be auto or required")
+    return allowed.mode, wanted
 
 
 def size_of(tools: Sequence[ToolBody]) -> int:

@@ -17,6 +17,7 @@ from services.gateway.front import field_rules as fields
 from services.gateway.front.places import Places
 from services.gateway.front.tool_fields import (
     MAX_TOOLS,
+    AllowedTools,
     CalledFunction,
     FunctionBody,
     MessageCall,
@@ -121,11 +122,20 @@ class FlatTool(msgspec.Struct):
     tools: list[FlatTool] | UnsetType | None = UNSET
 
 
+class FlatAllowed(msgspec.Struct):
+    """A tool that may be called."""
+
+    name: ToolName
+    type: Annotated[str, fields.rule(const="function")] = "function"
+
+
 class FlatChoice(msgspec.Struct):
-    """The one tool to call; other choices have no name, and are refused by their type."""
+    """The one tool to call, or those that may be; other choices are refused by their type."""
 
     name: ToolName | UnsetType = UNSET
-    type: Annotated[str, fields.rule(const="function")] = "function"
+    type: Annotated[str, fields.rule(enum=["function", "allowed_tools"])] = "function"
+    mode: Annotated[str, fields.rule(enum=["auto", "required"])] | UnsetType = UNSET
+    tools: Annotated[list[FlatAllowed], fields.rule(maxItems=MAX_TOOLS)] | UnsetType = UNSET
 
 
 class TextFormat(msgspec.Struct, rename={"schema_": "schema"}):
@@ -197,6 +207,7 @@ def chat_of_input(body: ResponsesBody) -> tuple[ChatBody, Places]:
             "response_format": "text.format",
             "response_format.json_schema": "text.format",
             "tool_choice.function": "tool_choice",
+            "tool_choice.allowed_tools": "tool_choice",
         }
     )
     choice = body.tool_choice
@@ -206,7 +217,7 @@ def chat_of_input(body: ResponsesBody) -> tuple[ChatBody, Places]:
         messages=[*lead, *_messages(body.input, places, len(lead))],
         max_completion_tokens=body.max_output_tokens,
         tools=None if body.tools is None else _tools(body.tools, places),
-        tool_choice=_choice(choice) if isinstance(choice, FlatChoice) else choice,
+        tool_choice=_choice(choice, places) if isinstance(choice, FlatChoice) else choice,
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=_format(body.text),
         separate_reasoning=body.separate_reasoning,
@@ -221,7 +232,15 @@ def _effort(body: ResponsesBody) -> str | float | None:
     return body.reasoning_effort if asked.effort is None else asked.effort
 
 
-def _choice(choice: FlatChoice) -> NamedTool:
+def _choice(choice: FlatChoice, places: Places) -> NamedTool:
+    if choice.type == "allowed_tools":
+        if choice.mode is UNSET or choice.tools is UNSET:
+            raise limits.refusal("tool_choice", "of allowed tools needs mode and tools")
+        for idx in range(len(choice.tools)):
+            own = f"tool_choice.tools[{idx}]"
+            places.put(f"tool_choice.allowed_tools.tools[{idx}].function", own)
+        tools = [ToolBody(FunctionBody(one.name), one.type) for one in choice.tools]
+        return NamedTool(type=choice.type, allowed_tools=AllowedTools(choice.mode, tools))
     if choice.type != "function":
         raise unsupported("tool_choice.type", "must be function")
     if choice.name is UNSET:

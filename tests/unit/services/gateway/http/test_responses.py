@@ -219,6 +219,22 @@ async def test_calls_that_must_come() -> None:
         assert said(body) == [("function_call", '{"b": 2}')]
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "name": name} for name in names]
+    return {"type": "allowed_tools", "mode": mode, "tools": tools}
+
+
+@needs_library
+async def test_only_allowed_tools_are_called() -> None:
+    """The model is shown all, and the answer tells what was asked."""
+    choice = allowed("required", "clock")
+    async with gateway('[{"name": "clock", "parameters": {"b": 2}}]') as here:
+        _, body = await Asker(here).ask(tools=FLAT, tool_choice=choice)
+        assert here.prompt.count("<tool_call>") == len(FLAT)
+    assert said(body) == [("function_call", '{"b": 2}')]
+    assert body["tool_choice"] == choice
+
+
 ASK: dict[str, Any] = {"role": "user", "content": "a"}
 
 
@@ -259,7 +275,9 @@ ASK: dict[str, Any] = {"role": "user", "content": "a"}
         ({"tools": [{**FLAT[1], "parameters": {"$ref": "#"}}]}, "tools[0].parameters"),
         ({"tools": FLAT, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice.name"),
         ({"tools": FLAT, "tool_choice": {"type": "custom", "name": "x"}}, "tool_choice.type"),
-        ({"tools": FLAT, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+        ({"tools": FLAT, "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"tools": FLAT, "tool_choice": allowed("any", "clock")}, "tool_choice.mode"),
+        ({"tools": FLAT, "tool_choice": allowed("auto", "x")}, "tool_choice.tools[0].name"),
         ({"tools": FLAT, "tool_choice": {"type": "function"}}, "tool_choice.name"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"input": [{"type": "item_reference", "id": "rs_1"}]}, "input[0].type"),

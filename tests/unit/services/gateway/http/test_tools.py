@@ -44,6 +44,7 @@ CLOCK = {"type": "function", "function": {"name": "clock"}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 LONG = "mcp__a-server_of_mine__" + "x" * 105
 NAMED_WEATHER = {"type": "function", "function": {"name": "weather"}}
+ALLOWED = "tool_choice.allowed_tools"
 NAMED = {"type": "function", "function": {"name": "clock"}}
 
 
@@ -200,6 +201,27 @@ async def test_a_call_that_a_stop_string_cuts_is_no_reason_to_run_it() -> None:
     async with gateway(CALL) as here:
         _, whole = await here.ask(tools=[WEATHER], stop="</tool_call>")
     assert whole["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def allowed(mode: str, *tools: Any) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [*tools]}}
+
+
+@needs_library
+async def test_only_allowed_tools_are_called() -> None:
+    """The model is shown all; what it calls beside them is text, and none that must come is."""
+    async with gateway(CALL) as here:
+        for choice, is_call in ((NAMED_WEATHER, True), (NAMED, False)):
+            fields = {"tools": [WEATHER, CLOCK], "tool_choice": allowed("auto", choice)}
+            _, body = await here.ask(**fields)
+            message = body["choices"][0]["message"]
+            assert message["content"] == (None if is_call else CALL)
+            assert ("tool_calls" in message) is is_call
+            assert here.prompt.count("means") == 2
+        await here.ask(tools=[WEATHER, CLOCK], tool_choice=allowed("required", NAMED))
+    grammar = here.mesh.requests[-1].sampling.grammar
+    assert "clock" in grammar
+    assert "weather" not in grammar
 
 
 async def test_no_call_is_an_answer() -> None:
@@ -418,10 +440,21 @@ async def test_arguments_that_are_no_object_are_shown_as_they_were_written(
         ({"tools": [CLOCK, {"function": None}]}, "tools[1].function"),
         (
             {"tools": [CLOCK], "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}},
-            "tool_choice.type",
+            f"{ALLOWED}.mode",
         ),
         ({"tools": [CLOCK], "tool_choice": {**NAMED, "type": "custom"}}, "tool_choice.type"),
         ({"tools": [CLOCK], "tool_choice": {"type": "function"}}, "tool_choice.function"),
+        ({"tools": [CLOCK], "tool_choice": {"type": "allowed_tools"}}, ALLOWED),
+        ({"tools": [CLOCK], "tool_choice": allowed("any", NAMED)}, f"{ALLOWED}.mode"),
+        (
+            {"tools": [CLOCK], "tool_choice": allowed("auto", NAMED, NAMED_WEATHER)},
+            f"{ALLOWED}.tools[1].function.name",
+        ),
+        (
+            {"tools": [CLOCK], "tool_choice": allowed("auto", {**NAMED, "type": "mcp"})},
+            f"{ALLOWED}.tools[0].type",
+        ),
+        ({"tools": [CLOCK], "tool_choice": allowed("required")}, "tool_choice"),
         (
             {"tools": [{"function": {"name": "a", "parameters": {"$ref": "#"}}}]},
             "tools[0].function.parameters",
