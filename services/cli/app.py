@@ -7,7 +7,14 @@ import sys
 from collections.abc import Sequence
 from typing import Annotated, Final, Literal
 
-from cyclopts import App, CycloptsError, Group, Parameter, UnusedCliTokensError
+from cyclopts import (
+    App,
+    CycloptsError,
+    Group,
+    Parameter,
+    UnknownOptionError,
+    UnusedCliTokensError,
+)
 
 from services.cli import help_texts
 from services.cli.bench.command import bench
@@ -119,6 +126,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; failures are told on stderr."""
     for name in [n for n in os.environ if n.startswith(PREFIX) and not os.environ[n].strip()]:
         del os.environ[name]  # empty = not set, as for the services themselves
+    if not os.environ.get("COLUMNS", "").strip("0"):
+        os.environ.pop("COLUMNS", None)  # a terminal of no width is one that does not say its own
     given = sys.argv[1:] if arguments is None else arguments
     try:
         "".join(given).encode()  # bytes that are no UTF-8 came as surrogates
@@ -144,6 +153,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
 def _wrong(error: CycloptsError) -> str:
     if isinstance(error, UnusedCliTokensError):
         return f"Unexpected argument: {' '.join(error.unused_tokens or ())}."
+    if isinstance(error, UnknownOptionError) and error.command_chain == ("generate",):
+        return f"{error} A prompt that begins with a dash goes after all options and --."
     return str(error)
 
 

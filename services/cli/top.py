@@ -87,7 +87,7 @@ async def _watch(gateway: RunningGateway, interval_s: float, console: Console) -
     leave = asyncio.Event()
     view: Any = None
     async with gateway.access.session() as session:
-        with _keys(leave), Live(console=console, screen=True, auto_refresh=False) as live:
+        with leaving_keys(leave), Live(console=console, screen=True, auto_refresh=False) as live:
             while not leave.is_set():
                 trouble = ""
                 try:
@@ -102,7 +102,7 @@ async def _watch(gateway: RunningGateway, interval_s: float, console: Console) -
 
 
 @contextlib.contextmanager
-def _keys(leave: asyncio.Event) -> Generator[None]:
+def leaving_keys(leave: asyncio.Event) -> Generator[None]:
     """Set ``leave`` when a key that leaves is pressed; keys are neither echoed nor waited for."""
     if not sys.stdin.isatty():
         yield
@@ -111,8 +111,12 @@ def _keys(leave: asyncio.Event) -> Generator[None]:
     loop = asyncio.get_running_loop()
 
     def pressed() -> None:
-        keys = os.read(keyboard, 64)
-        if keys == b"\x1b" or (keys[:1] != b"\x1b" and any(key in LEAVE_KEYS for key in keys)):
+        keys = b""  # of a terminal that has hung up
+        with contextlib.suppress(OSError):
+            keys = os.read(keyboard, 64)
+        if keys in (b"", b"\x1b") or (
+            keys[:1] != b"\x1b" and any(key in LEAVE_KEYS for key in keys)
+        ):
             leave.set()
 
     before = termios.tcgetattr(keyboard)
@@ -122,4 +126,5 @@ def _keys(leave: asyncio.Event) -> Generator[None]:
         yield
     finally:
         loop.remove_reader(keyboard)
-        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
+        with contextlib.suppress(termios.error):  # likewise
+            termios.tcsetattr(keyboard, termios.TCSADRAIN, before)

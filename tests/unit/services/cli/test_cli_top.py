@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
+import os
+import pty
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from services.cli import main, words
+from services.cli.top import leaving_keys
 from services.cli.top_view import block_bar, frame, sparkline
 from shared.version import VERSION
 from tests.support.stub_gateway import PREFILL, StubGateway, a_view
@@ -199,3 +203,24 @@ def test_models_of_another_server_need_no_context(capsys: pytest.CaptureFixture[
     with StubGateway({"/v1/models": {"data": [{"id": "m", "max_model_len": None}]}}) as gateway:
         assert main(["models", "--url", gateway.url]) == 0
     assert "not said" in capsys.readouterr().out
+
+
+async def test_a_terminal_that_hangs_up_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its keyboard is read to its end once, and not set back."""
+    terminal, keyboard = pty.openpty()
+    leave = asyncio.Event()
+    with open(keyboard) as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        with leaving_keys(leave):
+            os.close(terminal)
+            async with asyncio.timeout(5.0):
+                await leave.wait()
+
+
+def test_a_width_of_nothing_is_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Some terminals say COLUMNS=0, by which no text can be set."""
+    monkeypatch.setenv("COLUMNS", "0")
+    assert main(["plan", "kv", "llama-3-70b"]) == 0
+    assert "327.680 kB" in capsys.readouterr().out
