@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, cast, get_type_hints
 
 import msgspec
 
@@ -16,8 +16,15 @@ from services.gateway.http.cluster_bodies import RecentRequest, RecentRequests
 from services.planner.core.replay import SeenRequest, terms_of
 from services.planner.rows import read_json, read_rows, read_text
 from shared.errors import InvalidRequest
+from shared.telemetry.lifetime import Receipt
 
 _COLUMNS: Final = ("run", "index", "end", "due_s", "ttft_s", "tpot_s", "input", "output")
+
+
+_Receipt: Final = msgspec.defstruct(
+    "_Receipt",
+    [(name, kind, Receipt._field_defaults[name]) for name, kind in get_type_hints(Receipt).items()],
+)
 
 
 class SeenTraffic(NamedTuple):
@@ -42,12 +49,19 @@ def ask_gateway(gateway: RunningGateway) -> RecentRequests:
 def read_body(body: Any, url: str) -> RecentRequests:
     """Return a body of the gateway. Raises CannotRun: it is another release's."""
     try:
-        return msgspec.convert(body, RecentRequests)
+        return _told(body)
     except msgspec.ValidationError as error:
         raise CannotRun(
             f"{url} tells of its requests in other words than this release reads ({error}): use "
             "the pdmesh of its release"
         ) from None
+
+
+def _told(body: Any) -> RecentRequests:
+    told = msgspec.convert(body, RecentRequests)
+    for it in told.requests:  # whose form is free there
+        it.receipt = msgspec.structs.asdict(msgspec.convert(it.receipt, _Receipt))
+    return told
 
 
 def seen_by_gateway(mesh: RecentRequests, source: str, last_s: float | None = None) -> SeenTraffic:
@@ -108,8 +122,8 @@ def read_seen(path: Path, run: int | None, last_s: float | None) -> SeenTraffic:
     if path.is_dir():
         return _read_folder(path, run)
     try:
-        mesh = msgspec.json.decode(read_text(path), type=RecentRequests)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        mesh = _told(msgspec.json.decode(read_text(path)))
+    except msgspec.DecodeError as error:  # a ValidationError is one
         raise InvalidRequest(
             f"{path} is neither a file of `pdmesh plan verify --keep` nor a folder of `pdmesh "
             f"bench --output` ({str(error).rstrip('.').lower()})"

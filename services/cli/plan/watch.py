@@ -195,7 +195,7 @@ class Watcher:
             if it.request_id not in self._asked:
                 events.append((it.arrived_s, 0, it))
             if it.ended and it.request_id not in self._ended:
-                events.append((it.arrived_s + it.receipt.get("e2e_s", 0.0), 1, it))
+                events.append((it.arrived_s + (it.receipt["e2e_s"] or 0.0), 1, it))
         # Of one instant the arrivals first; requests themselves have no order.
         for at_s, is_end, it in sorted(events, key=lambda event: event[:2]):
             told_s = it.receipt

@@ -279,6 +279,11 @@ def test_gateways_that_tell_nothing(capsys: pytest.CaptureFixture[str]) -> None:
         assert found[0] == code
         assert words in found[1]
     body = recent(num=4)
+    body["requests"][2]["receipt"]["queue_s"] = "long"
+    code, words = said(body)
+    assert code == 1
+    assert "Expected `float`, got `str` - at `$.queue_s`): use the pdmesh of its release" in words
+    body = recent(num=4)
     body["requests"] = body["requests"][:1]
     assert "remembers one request with a token" in said(body)[1]
     body = recent(num=4)
