@@ -287,12 +287,12 @@ def _setting(seen: SeenTraffic, flags: VerifyFlags) -> tuple[MeshShape, MeshSett
     is_given = flags.times != TimesFlags(kv_tokens=flags.times.kv_tokens, model=flags.times.model)
     if is_given:
         _require_same_model(seen, flags.times)
-        model, kv = flags.times.unit(Unit()), flags.times.kv
+        times = flags.times.unit(Unit()).times
     else:
         fits = [StepFit(**it.prompt_steps) for it in computing]  # type: ignore[arg-type]
         own = [StepFit(**it.answer_steps) for it in answering]  # type: ignore[arg-type]
-        found = fitted_times(fits, own)
-        if found is None:
+        times = fitted_times(fits, own)
+        if times is None:
             raise InvalidRequest(
                 f"{seen.source} tells of no step times: give a time model, such as --profile FILE "
                 "of pdmesh profile -o"
@@ -303,9 +303,13 @@ def _setting(seen: SeenTraffic, flags: VerifyFlags) -> tuple[MeshShape, MeshSett
                     f"workers' steps with {name} differ by more than a fifth: they are replayed as "
                     "equal ones"
                 )
-        held = [it.blocks * it.block_size for it in answering]
-        model = UnitModel(found, flags.times.kv_tokens or min(held))
-        kv = kv_of_bytes(seen.model, workers[0].token_bytes)
+    if answering and (flags.times.model is None or not is_given):
+        # Whatever times are given: how large its KV is, and how much it holds, a worker reports.
+        held = min(it.blocks * it.block_size for it in answering)
+        model = UnitModel(times, flags.times.kv_tokens or held)
+        kv = kv_of_bytes(seen.model, answering[0].token_bytes)
+    else:
+        model, kv = flags.times.unit(Unit()), flags.times.kv
     colocated = shape.num_of("M") == shape.num_workers
     learned_s = 0.0 if mesh is None else mesh.handover_s["colocated" if colocated else "pair"]
     # In the simulator a hand-over is two messages' ways: the order there, token 1 back.

@@ -54,6 +54,19 @@ def test_prompts_share_a_step_as_far_as_workers_report(capsys: pytest.CaptureFix
     assert facts["worst"]["TTFT"] in ("prefill", "prefill_queue")
 
 
+def test_times_that_are_given_leave_the_workers_their_kv(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A model of another size would have its KV cross the mesh's link, and fill its blocks."""
+    body = recent(num=6, link_bytes_s=1e6)
+    _, facts = verified(body, capsys)
+    first, *_ = (it["predicted"] for it in facts["figures"] if it["name"] == "TPOT p50")
+    times = ("--base", "4ms", "--prompt-token", "0us", "--decode-row", "0us", "--context-token")
+    _, facts = verified(body, capsys, *times, "0us")
+    (given,) = (it["predicted"] for it in facts["figures"] if it["name"] == "TPOT p50")
+    assert 0.004 <= given < 0.004 + first
+
+
 def test_steps_are_as_large_as_workers_report(capsys: pytest.CaptureFixture[str]) -> None:
     """Of workers that decode two answers at once, the third waits; one that does not say so, of an
     earlier release, is taken to decode 256."""
