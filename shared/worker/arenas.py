@@ -61,8 +61,8 @@ class Arena(Protocol):
     async def load(self, moves: Sequence[BlockMove], until: float) -> BlocksLoaded:
         """Copy slots into blocks, up to the first that is damaged.
 
-        until: loop time after which nothing need be begun any more. When this returns or is
-        cancelled, no block is written any more.
+        until: loop time after which nothing need be begun any more. When this returns, no block is
+        written any more. It is cancelled only with the worker: nobody takes the blocks after that.
         """
         ...
 
