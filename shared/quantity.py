@@ -22,6 +22,7 @@ _SIZES: Final = {
     "kB": Fraction(10**3),
     "MB": Fraction(10**6),
     "GB": Fraction(10**9),
+    "TB": Fraction(10**12),
     "KiB": Fraction(1 << 10),
     "MiB": Fraction(1 << 20),
     "GiB": Fraction(1 << 30),

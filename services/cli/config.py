@@ -36,8 +36,8 @@ EXAMPLE_HEAD: Final = """\
 # One file for all services: pdmesh gateway --config mesh.toml, and so on, or PDMESH_CONFIG.
 # Every setting is here with its default; remove the # before what you change.
 # Flags win over PDMESH_* variables, those over this file, and this over the defaults.
-# Durations: us, ms, s, min, h. Sizes: B, KiB, MiB, GiB, TiB, kB, MB, GB. Or a plain number in the
-# unit that the name ends with: drain_s = 30.
+# Durations: us, ms, s, min, h. Sizes: B, KiB, MiB, GiB, TiB, kB, MB, GB, TB. Or a plain number in
+# the unit that the name ends with: drain_s = 30.
 """
 
 HIDDEN: Final = "(hidden)"

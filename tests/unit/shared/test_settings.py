@@ -69,6 +69,7 @@ def parsed(*arguments: str) -> Any:
         ("512 KiB", "KiB", 512),
         ("2 MiB", "KiB", 2048),
         ("1 GB", "B", 10**9),
+        ("1 TB", "B", 10**12),
         ("1e3 B", "B", 1000),
     ],
 )
