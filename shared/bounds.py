@@ -12,13 +12,13 @@ from shared.object_reference import is_reference
 RoutingPolicyName = Literal[
     "conductor", "local", "least_loaded", "round_robin", "random", "splitwise", "p2c", "hash"
 ]
-"""What ``--policy`` takes; the policies are the gateway's (``core/routing.py``)."""
+"""What ``--policy`` takes; the policies are the gateway's (``core/routing/routing.py``)."""
 
 OverloadName = Literal["off", "stage", "early", "predicted"]
-"""What ``--overload`` takes (``core/overload.py``)."""
+"""What ``--overload`` takes (``core/admission/overload.py``)."""
 
 PlannerName = Literal["off", "advise", "act"]
-"""What ``--planner`` takes (``core/autoscaler.py``)."""
+"""What ``--planner`` takes (``core/scaling/autoscaler.py``)."""
 
 MOST_PLANNED = 1024
 """Most workers that are planned."""

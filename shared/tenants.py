@@ -2,7 +2,8 @@
 
 The terms stand in a TOML file, a table ``[tenants.NAME]`` each; ``settings.py`` lets them stand in
 the configuration file, too. What a request asks for itself is an ``Asked``; the gateway's core
-(``core/tenants.py``) puts the two together. Times are milliseconds here, as clients write them.
+(``core/admission/tenants.py``) puts the two together. Times are milliseconds here, as clients
+write them.
 """
 
 from __future__ import annotations

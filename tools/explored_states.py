@@ -12,7 +12,7 @@ import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from services.gateway.core.peer_table import PeerTable
+from services.gateway.core.routing.peer_table import PeerTable
 from services.gateway.core.worker import Role, Standing, Worker, WorkerStatus
 from shared.errors import LocalProtocolError, MeshError
 from shared.ids import Incarnation

@@ -22,8 +22,8 @@ import aiohttp
 from bench.autoscaler.run import Ask, Felt, Setting, attained, simulate
 from bench.autoscaler.scaled import LOOK_S
 from bench.record import Record
-from services.gateway.core.need import Limits
-from services.gateway.core.scaling import Rules
+from services.gateway.core.scaling.need import Limits
+from services.gateway.core.scaling.scaling import Rules
 from services.sim.worker import WorkerSize
 from shared.predict.times import AffineTimes
 from shared.telemetry.definitions import RequestOutcome, Slo

@@ -21,8 +21,8 @@ from typing import Any, Final, NamedTuple
 from bench.autoscaler.scaled import Change, ScaledMesh
 from bench.plots import Panel, Pictures, save
 from bench.record import Record, spread
-from services.gateway.core.need import Limits
-from services.gateway.core.scaling import Kind, Rules
+from services.gateway.core.scaling.need import Limits
+from services.gateway.core.scaling.scaling import Kind, Rules
 from services.sim.engine import TimedEngine
 from services.sim.mesh import CoreAnswer
 from services.sim.open_loop import simulated_model

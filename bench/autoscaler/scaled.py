@@ -8,10 +8,11 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
-from services.gateway.core.autoscaler import decide
-from services.gateway.core.overload import OverloadMode
-from services.gateway.core.pools import Pool
-from services.gateway.core.scaling import (
+from services.gateway.core.admission.overload import OverloadMode
+from services.gateway.core.admission.tenants import Terms
+from services.gateway.core.routing.pools import Pool
+from services.gateway.core.scaling.autoscaler import decide
+from services.gateway.core.scaling.scaling import (
     AddWorkers,
     Borrow,
     Decision,
@@ -24,8 +25,7 @@ from services.gateway.core.scaling import (
     Rules,
     seen_workers,
 )
-from services.gateway.core.tenants import Terms
-from services.gateway.core.traffic import TrafficMeter
+from services.gateway.core.scaling.traffic import TrafficMeter
 from services.sim.engine import SimEngine
 from services.sim.members import Member
 from services.sim.mesh import CoreAnswer, CoreMesh

@@ -20,11 +20,11 @@ from functools import partial
 from typing import Any
 
 from services.cli.bench.workload import BLOCK_TOKENS, Ask
-from services.gateway.core.peer_table import PeerTable
-from services.gateway.core.prefixes import HashedPrompt, PrefixReports
-from services.gateway.core.router import SMALL_SURPRISE, Router
-from services.gateway.core.routing import POLICIES, RouteDecision
-from services.gateway.core.sides import RouteRequest
+from services.gateway.core.index.prefixes import HashedPrompt, PrefixReports
+from services.gateway.core.routing.peer_table import PeerTable
+from services.gateway.core.routing.router import SMALL_SURPRISE, Router
+from services.gateway.core.routing.routing import POLICIES, RouteDecision
+from services.gateway.core.routing.sides import RouteRequest
 from services.gateway.core.worker import Role, Worker, WorkerStatus
 from services.planner.core.fetch import ATTENTION_OPS, LINEAR_OPS
 from services.planner.core.kv_size import PUBLISHED

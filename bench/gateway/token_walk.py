@@ -21,9 +21,9 @@ from typing import Any, cast
 import uvloop
 from prometheus_client import CollectorRegistry
 
-from services.gateway.core.admission import Admission
+from services.gateway.core.admission.admission import Admission
+from services.gateway.core.admission.overload import Overload, OverloadMode
 from services.gateway.core.lifecycle import Leg
-from services.gateway.core.overload import Overload, OverloadMode
 from services.gateway.core.worker import Role
 from services.gateway.front.answers import Choice, open_answers
 from services.gateway.http.answering import _Chunks

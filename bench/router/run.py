@@ -31,12 +31,12 @@ import structlog
 from numpy.typing import NDArray
 
 from bench.record import Record, ratios, run, spread
-from services.gateway.core.peer_table import PeerTable
-from services.gateway.core.prefix_index import PrefixIndex
-from services.gateway.core.prefixes import HashedPrompt
-from services.gateway.core.router import Router
-from services.gateway.core.routing import POLICIES, RouteDecision, route
-from services.gateway.core.sides import RouteRequest, RoutingPolicy
+from services.gateway.core.index.prefix_index import PrefixIndex
+from services.gateway.core.index.prefixes import HashedPrompt
+from services.gateway.core.routing.peer_table import PeerTable
+from services.gateway.core.routing.router import Router
+from services.gateway.core.routing.routing import POLICIES, RouteDecision, route
+from services.gateway.core.routing.sides import RouteRequest, RoutingPolicy
 from services.gateway.core.worker import Role, Worker, WorkerStatus
 from services.gateway.workers.membership import Membership
 from services.gateway.workers.registry import Registry, read_announcement

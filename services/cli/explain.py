@@ -15,7 +15,7 @@ from services.cli.client import LOCAL_GATEWAY, RunningGateway
 from services.cli.flags import require
 from services.cli.sources import PLAIN
 from services.cli.words import print_json
-from services.gateway.core.decision_record import replay as decide_again
+from services.gateway.core.routing.decision_record import replay as decide_again
 from services.gateway.own_policy import load_policy
 from services.planner.rows import read_text
 from shared.errors import InvalidRequest

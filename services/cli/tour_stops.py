@@ -81,7 +81,7 @@ STOPS: tuple[Stop, ...] = (
         "There is a place for it. Otherwise it would wait in a bounded queue, or be refused with a "
         "hint when to come back.",
         "",
-        "services.gateway.core.admission:Admission.arrive",
+        "services.gateway.core.admission.admission:Admission.arrive",
         "services.gateway.workers.generation:GatewayMesh.generate",
     ),
     Stop(
@@ -92,7 +92,7 @@ STOPS: tuple[Stop, ...] = (
         "{decision[policy]}: {decision[prefills][0][score]:.0f} tokens pending on prefill, "
         "{decision[decodes][0][score]:.0%} of decode's blocks taken; {decision[num_prefills]} "
         "prefill and {decision[num_decodes]} decode worker(s) to choose from",
-        "services.gateway.core.routing:route",
+        "services.gateway.core.routing.routing:route",
         "services.gateway.workers.membership:Membership.route",
     ),
     Stop(

@@ -15,8 +15,8 @@ import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from services.gateway.core.peer_table import OwnModel
-from services.gateway.core.routing import POLICIES
+from services.gateway.core.routing.peer_table import OwnModel
+from services.gateway.core.routing.routing import POLICIES
 from services.gateway.front.auth import KeyRing
 from services.gateway.front.frontdoor import ClientMetrics, FrontDoor
 from services.gateway.front.quota import KeyLimits

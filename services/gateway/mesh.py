@@ -131,7 +131,7 @@ class Mesh(Protocol):
 
     def explain(self, request_id: str) -> dict[str, Any]:
         """Return why one of the last requests went where it went, JSON-ready: the record of each
-        attempt's decision, which can be replayed (``core/decision_record.py``), and its receipt.
+        attempt's decision, which can be replayed (``core/routing``), and its receipt.
 
         request_id: of its answer, or what x-request-id said.
         Raises InvalidRequest: it is none. NotFound: it is not remembered here.

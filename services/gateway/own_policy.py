@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TypeGuard
 
-from services.gateway.core.routing import POLICIES
-from services.gateway.core.sides import RoutingPolicy
+from services.gateway.core.routing.routing import POLICIES
+from services.gateway.core.routing.sides import RoutingPolicy
 from shared.errors import InvalidRequest
 from shared.object_reference import is_reference, load_object
 

@@ -6,7 +6,7 @@ import asyncio
 import os
 
 from services.gateway.app import Gateway
-from services.gateway.core.peer_table import OwnModel
+from services.gateway.core.routing.peer_table import OwnModel
 from services.gateway.processes import run_gateways
 from services.gateway.text.text_model import TextModel
 from shared.config import GatewayConfig

@@ -9,8 +9,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from services.gateway.core.peer_table import PeerTable
-from services.gateway.core.pools import (
+from services.gateway.core.routing.peer_table import PeerTable
+from services.gateway.core.routing.pools import (
     HomeOrder,
     Pool,
     change_home,
@@ -18,8 +18,8 @@ from services.gateway.core.pools import (
     is_confirmed,
     pool_of,
 )
-from services.gateway.core.router import Router
-from services.gateway.core.routing import POLICIES, PairWanted
+from services.gateway.core.routing.router import Router
+from services.gateway.core.routing.routing import POLICIES, PairWanted
 from services.gateway.core.worker import Role, Worker, WorkerStatus
 from services.sim.clock import EventClock
 from services.sim.engine import SimEngine

@@ -18,8 +18,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from services.gateway.core import admission
-from services.gateway.core.admission import Admission, Admit, TurnAway
+from services.gateway.core.admission import admission
+from services.gateway.core.admission.admission import Admission, Admit, TurnAway
+from services.gateway.core.admission.overload import Overload, OverloadMode
+from services.gateway.core.admission.tenants import Terms
 from services.gateway.core.dispatcher import (
     BlamePair,
     Dispatcher,
@@ -28,12 +30,10 @@ from services.gateway.core.dispatcher import (
     Send,
     WorkerDrains,
 )
-from services.gateway.core.expectations import EndedAnswer
+from services.gateway.core.index.prefixes import HashedPrompt
 from services.gateway.core.lifecycle import CancelLeg, End, Leg, Lifecycle, Reroute
-from services.gateway.core.overload import Overload, OverloadMode
-from services.gateway.core.prefixes import HashedPrompt
-from services.gateway.core.routing import RouteDecision
-from services.gateway.core.tenants import Terms
+from services.gateway.core.routing.expectations import EndedAnswer
+from services.gateway.core.routing.routing import RouteDecision
 from services.gateway.core.worker import Role
 from services.sim.clock import WIRE_S, CountedBytes, CountedChances
 from services.sim.engine import SimEngine

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from services.gateway.core.prefixes import PrefixReports
+from services.gateway.core.index.prefixes import PrefixReports
 from services.gateway.core.worker import Role, WorkerStatus
 from services.sim.clock import EventClock
 from services.sim.worker import CoreWorker

@@ -57,7 +57,7 @@ def test_every_line_that_the_tour_names_is_the_definition_of_its_object() -> Non
 def test_a_renamed_object_breaks_the_tour() -> None:
     """Loudly, and with its name."""
     with pytest.raises(AttributeError, match="no_such_thing"):
-        place_of("services.gateway.core.routing:no_such_thing")
+        place_of("services.gateway.core.routing.routing:no_such_thing")
 
 
 def test_the_sequence_names_messages_that_exist() -> None:

@@ -24,7 +24,7 @@ import importlib, json, pkgutil, sys
 import services.gateway
 for module in pkgutil.walk_packages(services.gateway.__path__, "services.gateway."):
     if not module.name.endswith(
-        ("__main__", "core.holdings", "core.prefix_index", "core.key_table", "core.columns")
+        ("__main__", "index.holdings", "index.prefix_index", "index.key_table", "routing.columns")
     ):
         importlib.import_module(module.name)
 for name in ("shared.rpc.tcp", "shared.log", "shared.config", "shared.runtime.service",

@@ -8,7 +8,7 @@ import json
 import msgspec
 import pytest
 
-from services.gateway.core.decision_record import replay
+from services.gateway.core.routing.decision_record import replay
 from services.gateway.http.cluster_bodies import Explanation, RecentRequests
 from shared.errors import InvalidRequest, NotFound
 from shared.ids import RequestId

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from services.gateway.core.lifecycle import Leg
-from services.gateway.core.routing import POLICIES
+from services.gateway.core.routing.routing import POLICIES
 from services.gateway.core.worker import Worker, WorkerStatus
 from services.gateway.workers.membership import Membership
 from services.gateway.workers.peers import WorkerSession

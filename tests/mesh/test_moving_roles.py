@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from services.gateway.core.pools import Pool, pool_of
+from services.gateway.core.routing.pools import Pool, pool_of
 from services.gateway.core.worker import Role
 from shared import wire
 from shared.engine.fake import FakeEngine, FakeTiming

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.gateway.core.tenants import Tenants, Terms
+from services.gateway.core.admission.tenants import Tenants, Terms
 from shared.tenants import Tenant
 from tests.support.overload_mesh import Ask, Outcome, OverloadMesh, Speed, a_load
 from tests.support.tiers import few

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.gateway.core.sides import Places, RouteRequest, RoutingPolicy, Scores, Sides
+from services.gateway.core.routing.sides import Places, RouteRequest, RoutingPolicy, Scores, Sides
 from shared.address import Address
 from shared.ids import Incarnation, MeshPeer
 from tests.support.whole_mesh import Answer, WholeMesh, whole_mesh

@@ -11,8 +11,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
-from services.gateway.core.decision_record import replay
-from services.gateway.core.prefixes import Indexed
+from services.gateway.core.index.prefixes import Indexed
+from services.gateway.core.routing.decision_record import replay
 from services.gateway.http.cluster_bodies import Explanation
 from services.gateway.workers.mesh_metrics import register_mesh_metrics
 from services.gateway.workers.registry import _RULE, Registry

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.process, pytest.mark.ucx, pytest.mark.torch]
 
 ROOT = Path(__file__).parents[2]
 POLICY = """
-from services.gateway.core.sides import RoutingPolicy
+from services.gateway.core.routing.sides import RoutingPolicy
 
 class Last(RoutingPolicy):
     def choose(self, request, sides, scores, random):
@@ -112,7 +112,7 @@ def test_a_mesh_of_ones_own_engine_and_policy(folder: Path) -> None:
     [
         (["--policy", "own_policies:Absent"], "has no attribute 'Absent'"),
         (["--policy", "no_such_module:A"], "No module named 'no_such_module'"),
-        (["--policy", "sum_engine:SumEngine"], "no services.gateway.core.sides.RoutingPolicy"),
+        (["--policy", "sum_engine:SumEngine"], "no services.gateway.core.routing.sides."),
         (["--policy", "own"], "package.module:Class"),
         (["--engine", "sum_engine:absent"], "has no attribute 'absent'"),
         (["--engine", "own"], "package.module:load"),

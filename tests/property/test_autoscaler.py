@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gateway.core.autoscaler import OVERFULL
-from services.gateway.core.scaling import DWELL_S, Decision, Kind, Rules
-from services.gateway.core.traffic import Attainment
+from services.gateway.core.scaling.autoscaler import OVERFULL
+from services.gateway.core.scaling.scaling import DWELL_S, Decision, Kind, Rules
+from services.gateway.core.scaling.traffic import Attainment
 from tests.support.scaling import RULES, ObedientMesh, traffic, workers
 
 MAX_WORKERS = 12

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.core.fetches import NOTHING, Hit
-from services.gateway.core.prefix_index import PrefixIndex, column_of
-from services.gateway.core.prefixes import Indexed
+from services.gateway.core.index.fetches import NOTHING, Hit
+from services.gateway.core.index.prefix_index import PrefixIndex, column_of
+from services.gateway.core.index.prefixes import Indexed
 from shared.kv import journal as journal_module
 from shared.kv.journal import Journal, KvChanges, Tier, TierChanges, key_of, stride_of
 from shared.kv.pool import BlockPool, BlockTable

@@ -33,7 +33,7 @@ from shared.rpc.tls import MeshTls, TlsFiles
 from tests.protocol.test_gateway_session import Host
 from tests.support.certificates import LAST_YEAR, Authority
 from tests.support.echo_service import EchoService, reserve
-from tests.unit.services.gateway.core.test_gateway_routing import a_worker as a_worker_of
+from tests.unit.services.gateway.core.routing.test_gateway_routing import a_worker as a_worker_of
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from services.gateway.core.sides import Places, RouteRequest, RoutingPolicy, Sides
+from services.gateway.core.routing.sides import Places, RouteRequest, RoutingPolicy, Sides
 from services.sim.mesh import CoreMesh
 from services.sim.orders import WorkerSize
 from shared.engine.fake import FakeEngine, FakeModel

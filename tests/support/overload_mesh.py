@@ -16,13 +16,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.gateway.core.admission import Admission, Admit, Effect, TurnAway
-from services.gateway.core.overload import Overload, OverloadMode, ReportedSpeeds
-from services.gateway.core.sides import Sides
-from services.gateway.core.tenants import Tenants, Terms
+from services.gateway.core.admission.admission import Admission, Admit, Effect, TurnAway
+from services.gateway.core.admission.overload import Overload, OverloadMode, ReportedSpeeds
+from services.gateway.core.admission.tenants import Tenants, Terms
+from services.gateway.core.routing.sides import Sides
 from services.gateway.core.worker import Role, Worker, WorkerStatus
 from shared.ids import StreamId
-from tests.unit.services.gateway.core.test_gateway_routing import a_worker
+from tests.unit.services.gateway.core.routing.test_gateway_routing import a_worker
 
 
 @dataclass

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from services.gateway.core.autoscaler import decide
-from services.gateway.core.need import Limits
-from services.gateway.core.scaling import (
+from services.gateway.core.scaling.autoscaler import decide
+from services.gateway.core.scaling.need import Limits
+from services.gateway.core.scaling.scaling import (
     AddWorkers,
     Decision,
     Kind,
@@ -17,7 +17,7 @@ from services.gateway.core.scaling import (
     Rules,
     WorkerSeen,
 )
-from services.gateway.core.traffic import Attainment, Traffic
+from services.gateway.core.scaling.traffic import Attainment, Traffic
 from shared.ids import Incarnation
 from shared.predict.step_time import NO_FIT, StepFit
 

@@ -8,9 +8,9 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
-from services.gateway.core.admission import AdmissionStatistics
-from services.gateway.core.expectations import Expectations
-from services.gateway.core.peer_table import PeerTable
+from services.gateway.core.admission.admission import AdmissionStatistics
+from services.gateway.core.routing.expectations import Expectations
+from services.gateway.core.routing.peer_table import PeerTable
 from services.gateway.core.window import LastMinute
 from services.gateway.front.auth import KeyRing
 from services.gateway.front.frontdoor import ClientMetrics, FrontDoor

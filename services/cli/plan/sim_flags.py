@@ -16,7 +16,7 @@ from services.cli.bench.sources import SHAPES, read_trace
 from services.cli.bench.workload import BLOCK_TOKENS, Ask, Fit, Load, Source, plan
 from services.cli.plan.times_flags import TimesFlags, read_slo
 from services.cli.plan.view import require_ranges
-from services.gateway.core.routing import POLICIES
+from services.gateway.core.routing.routing import POLICIES
 from services.gateway.own_policy import load_policy
 from services.planner.core.bounds import (
     AskedLengths,

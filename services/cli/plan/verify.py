@@ -23,7 +23,7 @@ from services.cli.plan.times_flags import TimesFlags, read_slo
 from services.cli.plan.view import progress, require_ranges, require_writable
 from services.cli.sources import JsonFlag
 from services.cli.words import plain_console, plain_table, print_json, print_lines
-from services.gateway.core.routing import POLICIES
+from services.gateway.core.routing.routing import POLICIES
 from services.gateway.own_policy import load_policy
 from services.planner.core.kv_size import kv_of_bytes, read_link
 from services.planner.core.mesh_text import MeshPart, MeshShape, Unit, read_mesh

@@ -20,9 +20,9 @@ from services.cli.plan.verify import LETTERS
 from services.cli.plan.view import require_ranges
 from services.cli.sources import JsonFlag
 from services.cli.words import print_lines
-from services.gateway.core.autoscaler import decide
-from services.gateway.core.need import Limits
-from services.gateway.core.scaling import (
+from services.gateway.core.scaling.autoscaler import decide
+from services.gateway.core.scaling.need import Limits
+from services.gateway.core.scaling.scaling import (
     Decision,
     Kind,
     Memory,
@@ -31,7 +31,7 @@ from services.gateway.core.scaling import (
     WorkerSeen,
     text_of,
 )
-from services.gateway.core.traffic import TrafficMeter
+from services.gateway.core.scaling.traffic import TrafficMeter
 from services.gateway.http.cluster_bodies import RecentRequest, RecentRequests
 from services.planner.core.outlook import Numbers, Outlook, outlook
 from shared.errors import MeshError

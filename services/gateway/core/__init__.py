@@ -1,1 +1,1 @@
-"""What the gateway decides: admission, routing, the life of a request. Pure."""
+"""What the gateway decides: the life of a request here, all else in rooms of its own. Pure."""

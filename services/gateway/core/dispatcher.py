@@ -17,10 +17,10 @@ import math
 from typing import NamedTuple
 
 from services.gateway.core import lifecycle
+from services.gateway.core.index.prefixes import HashedPrompt
 from services.gateway.core.lifecycle import Leg, Lifecycle, Reroute
-from services.gateway.core.prefixes import HashedPrompt
-from services.gateway.core.routing import RouteDecision
-from services.gateway.core.sides import RouteRequest
+from services.gateway.core.routing.routing import RouteDecision
+from services.gateway.core.routing.sides import RouteRequest
 from shared.errors import DeadlinePassed, MeshError, NoBlocks, ShuttingDown, WorkerLost
 from shared.ids import Incarnation
 from shared.request import SamplingParams

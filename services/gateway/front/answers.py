@@ -301,7 +301,7 @@ async def _open_many(mesh: Mesh, choices: Sequence[Choice]) -> AsyncGenerator[An
         async with TaskGroup() as group:
             waiting = iter(choices)
             tasks = [group.create_task(answers.run(waiting, mesh), name="answers-0")]
-            # A request is refused with its first answer or not at all (``core/admission.py``).
+            # A request is refused with its first answer or not at all (``core/admission``).
             await answers.is_let_in.wait()
             tasks += [
                 group.create_task(answers.run(waiting, mesh), name=f"answers-{idx}")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry
 
-from services.gateway.core.routing import RouteDecision
+from services.gateway.core.routing.routing import RouteDecision
 from services.gateway.workers.timeline import AnswerWatcher, Transfer
 from shared.telemetry.lifetime import TTFT_PHASES, Receipt
 from shared.telemetry.tallies import Counts, Tallies

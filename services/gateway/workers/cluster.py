@@ -11,13 +11,13 @@ import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from services.gateway.core.admission import AdmissionStatistics
-from services.gateway.core.expectations import EndedAnswer, Expectations
-from services.gateway.core.peer_table import PeerTable
-from services.gateway.core.pools import pool_at_home, pool_of
-from services.gateway.core.prefixes import Prefixes
-from services.gateway.core.routing import RouteDecision
-from services.gateway.core.scaling import is_first, seen_workers
+from services.gateway.core.admission.admission import AdmissionStatistics
+from services.gateway.core.index.prefixes import Prefixes
+from services.gateway.core.routing.expectations import EndedAnswer, Expectations
+from services.gateway.core.routing.peer_table import PeerTable
+from services.gateway.core.routing.pools import pool_at_home, pool_of
+from services.gateway.core.routing.routing import RouteDecision
+from services.gateway.core.scaling.scaling import is_first, seen_workers
 from services.gateway.core.window import (
     SECONDS,
     Histogram,

@@ -14,10 +14,16 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from services.gateway.core.admission import Admission, AdmissionStatistics, Admit, Effect, TurnAway
-from services.gateway.core.overload import Overload, OverloadMode
-from services.gateway.core.prefixes import HashedPrompt
-from services.gateway.core.tenants import Tenants, Terms
+from services.gateway.core.admission.admission import (
+    Admission,
+    AdmissionStatistics,
+    Admit,
+    Effect,
+    TurnAway,
+)
+from services.gateway.core.admission.overload import Overload, OverloadMode
+from services.gateway.core.admission.tenants import Tenants, Terms
+from services.gateway.core.index.prefixes import HashedPrompt
 from services.gateway.core.window import LastMinute
 from services.gateway.mesh import GenerationRequest, ServedModel, Take
 from services.gateway.workers.cluster import (

@@ -14,13 +14,13 @@ from collections.abc import AsyncGenerator, Sequence
 
 import structlog
 
-from services.gateway.core.expectations import WRONG, EndedAnswer
-from services.gateway.core.peer_table import OwnModel, PeerTable
-from services.gateway.core.pools import HomeOrder, change_home, is_confirmed
-from services.gateway.core.prefixes import HashedPrompt, Indexed
-from services.gateway.core.router import Router
-from services.gateway.core.routing import RouteDecision, RoutingPolicy
-from services.gateway.core.sides import RouteRequest
+from services.gateway.core.index.prefixes import HashedPrompt, Indexed
+from services.gateway.core.routing.expectations import WRONG, EndedAnswer
+from services.gateway.core.routing.peer_table import OwnModel, PeerTable
+from services.gateway.core.routing.pools import HomeOrder, change_home, is_confirmed
+from services.gateway.core.routing.router import Router
+from services.gateway.core.routing.routing import RouteDecision, RoutingPolicy
+from services.gateway.core.routing.sides import RouteRequest
 from services.gateway.core.worker import Role, Worker, WorkerStatus
 from services.gateway.workers.peers import WorkerSession
 from shared.errors import DeadlinePassed, WorkerLost

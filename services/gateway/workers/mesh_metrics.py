@@ -10,8 +10,8 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from services.gateway.core.admission import REASONS
-from services.gateway.core.pools import Pool, pool_of
+from services.gateway.core.admission.admission import REASONS
+from services.gateway.core.routing.pools import Pool, pool_of
 from services.gateway.core.worker import Role
 from services.gateway.workers.generation import GatewayMesh
 from services.gateway.workers.membership import Membership

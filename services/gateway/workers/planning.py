@@ -1,9 +1,9 @@
 """The planner of a running gateway: looks every few seconds, says what it finds, and with ``act``
 does it.
 
-What is to be done is decided by ``core/autoscaler.py``. Here is who does it: refusing early and
-borrowing are this gateway's own, homes are ordered from workers, and workers are started and ended
-by others, who hear of it over the cord (``pdmesh up``) or read it from the metrics.
+What is to be done is decided by ``core/scaling/autoscaler.py``. Here is who does it: refusing early
+and borrowing are this gateway's own, homes are ordered from workers, and workers are started and
+ended by others, who hear of it over the cord (``pdmesh up``) or read it from the metrics.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any, NoReturn
 
 import structlog
 
-from services.gateway.core.autoscaler import decide
-from services.gateway.core.need import Limits
-from services.gateway.core.overload import Overload, OverloadMode
-from services.gateway.core.pools import Pool
-from services.gateway.core.scaling import (
+from services.gateway.core.admission.overload import Overload, OverloadMode
+from services.gateway.core.routing.pools import Pool
+from services.gateway.core.scaling.autoscaler import decide
+from services.gateway.core.scaling.need import Limits
+from services.gateway.core.scaling.scaling import (
     AddWorkers,
     Borrow,
     Decision,
@@ -34,7 +34,7 @@ from services.gateway.core.scaling import (
     seen_workers,
     text_of,
 )
-from services.gateway.core.traffic import TrafficMeter
+from services.gateway.core.scaling.traffic import TrafficMeter
 from services.gateway.workers.membership import Membership
 from services.gateway.workers.timeline import AnswerWatcher
 from shared.config import GatewayConfig

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.gateway.core.admission import Admission
+from services.gateway.core.admission.admission import Admission
 from services.gateway.core.dispatcher import (
     BlamePair,
     Dispatcher,
@@ -23,8 +23,8 @@ from services.gateway.core.dispatcher import (
     Send,
     WorkerDrains,
 )
+from services.gateway.core.index.prefixes import HashedPrompt
 from services.gateway.core.lifecycle import CancelLeg, End, Leg, Lifecycle, Reroute
-from services.gateway.core.prefixes import HashedPrompt
 from services.gateway.core.worker import Role
 from services.gateway.mesh import GenerationRequest, Take
 from services.gateway.workers.delivery import Delivery

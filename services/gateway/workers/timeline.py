@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from services.gateway.core.decision_record import record_of
-from services.gateway.core.routing import RouteDecision
+from services.gateway.core.routing.decision_record import record_of
+from services.gateway.core.routing.routing import RouteDecision
 from shared.errors import MeshError
 from shared.log import is_debugging
 from shared.request import FinishReason

@@ -1,8 +1,8 @@
 """What a running mesh could still take: which limit binds, how far its load is from that, and which
 other split of as many workers would take more.
 
-Closed forms of ``services/gateway/core/need.py``, as the live planner's; the load is what was asked
-of the mesh, at other rates. Pure.
+Closed forms of ``services/gateway/core/scaling/need.py``, as the live planner's; the load is what
+was asked of the mesh, at other rates. Pure.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from services.gateway.core.autoscaler import MOST_BUSY, answering, needed
-from services.gateway.core.need import AnswerLoad, Limits, PromptLoad
-from services.gateway.core.scaling import Kind, MeshSeen
-from services.gateway.core.traffic import Traffic
+from services.gateway.core.scaling.autoscaler import MOST_BUSY, answering, needed
+from services.gateway.core.scaling.need import AnswerLoad, Limits, PromptLoad
+from services.gateway.core.scaling.scaling import Kind, MeshSeen
+from services.gateway.core.scaling.traffic import Traffic
 from shared.predict.step_time import StepFit
 
 EXACT: Final = 0.001

@@ -21,7 +21,7 @@ from bench.autoscaler.run import (
     requests,
 )
 from bench.autoscaler.scaled import Change
-from services.gateway.core.scaling import Kind
+from services.gateway.core.scaling.scaling import Kind
 
 
 def changes(*steps: tuple[float, int, int], kind: Kind = Kind.PREFILL) -> list[Change]:

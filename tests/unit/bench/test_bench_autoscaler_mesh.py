@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from bench.autoscaler.scaled import ScaledMesh
-from services.gateway.core.need import Limits
-from services.gateway.core.overload import OverloadMode
-from services.gateway.core.scaling import Kind, MoveHome, RefuseEarly, Rules
+from services.gateway.core.admission.overload import OverloadMode
+from services.gateway.core.scaling.need import Limits
+from services.gateway.core.scaling.scaling import Kind, MoveHome, RefuseEarly, Rules
 from services.sim.engine import TimedEngine
 from services.sim.mesh import CoreAnswer
 from services.sim.open_loop import simulated_model

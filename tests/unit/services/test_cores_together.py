@@ -13,9 +13,9 @@ from collections.abc import Callable
 
 import pytest
 
-from services.gateway.core.overload import OverloadMode
-from services.gateway.core.pools import Pool, home_of
-from services.gateway.core.tenants import Terms
+from services.gateway.core.admission.overload import OverloadMode
+from services.gateway.core.admission.tenants import Terms
+from services.gateway.core.routing.pools import Pool, home_of
 from services.sim.mesh import CoreAnswer, CoreMesh
 from shared.errors import InvalidRequest, WorkerLost, WouldBeLate
 from shared.predict.step_time import MIN_STEPS, StepFit

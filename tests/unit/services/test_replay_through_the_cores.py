@@ -25,9 +25,9 @@ from pathlib import Path
 import pytest
 
 from services.cli.bench.sources import SHAPES
-from services.gateway.core.fetches import NOTHING
-from services.gateway.core.prefix_index import PrefixIndex, column_of
-from services.gateway.core.prefixes import Indexed
+from services.gateway.core.index.fetches import NOTHING
+from services.gateway.core.index.prefix_index import PrefixIndex, column_of
+from services.gateway.core.index.prefixes import Indexed
 from services.planner.core.cache_replay import POLICIES, Policy, replay
 from services.planner.core.mooncake import FAST25_CAPACITIES, FAST25_HIT_RATES
 from services.planner.mooncake_trace import read_public

@@ -16,7 +16,7 @@ def test_what_would_begin_too_late_is_skipped_and_said_to_be() -> None:
     """The first test of a file always runs; with no time left the others do not."""
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:randomly", "-k", "hot_prefixes",
-         "tests/unit/services/gateway/core/test_gateway_hot_prefixes.py", "--budget-s", "0"],
+         "tests/unit/services/gateway/core/index/test_gateway_hot_prefixes.py", "--budget-s", "0"],
         cwd=PROJECT,
         capture_output=True,
         text=True,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from services.cli import main
-from services.gateway.core.routing import POLICIES
+from services.gateway.core.routing.routing import POLICIES
 from tests.support.recent import recent
 from tests.support.stub_gateway import StubGateway
 
@@ -100,7 +100,7 @@ def own_policy() -> Iterator[str]:
     """A name that no release has; what ``--policy`` loads stays in its process, here until the
     test's end.
     """
-    name = "services.gateway.core.routing:Random"
+    name = "services.gateway.core.routing.routing:Random"
     yield name
     POLICIES.pop(name, None)
 

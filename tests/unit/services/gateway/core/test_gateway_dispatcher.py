@@ -15,10 +15,10 @@ from services.gateway.core.dispatcher import (
     Send,
     WorkerDrains,
 )
-from services.gateway.core.expectations import Prediction
 from services.gateway.core.lifecycle import CancelLeg, End, Leg, Lifecycle, Reroute
-from services.gateway.core.routing import RouteDecision
-from services.gateway.core.sides import RouteRequest
+from services.gateway.core.routing.expectations import Prediction
+from services.gateway.core.routing.routing import RouteDecision
+from services.gateway.core.routing.sides import RouteRequest
 from shared.errors import (
     DeadlinePassed,
     MeshError,

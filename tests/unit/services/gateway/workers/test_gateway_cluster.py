@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from services.gateway.core.admission import AdmissionStatistics
-from services.gateway.core.expectations import Expectations
-from services.gateway.core.peer_table import PeerTable
+from services.gateway.core.admission.admission import AdmissionStatistics
+from services.gateway.core.routing.expectations import Expectations
+from services.gateway.core.routing.peer_table import PeerTable
 from services.gateway.core.window import (
     MAX_PAIRS,
     MAX_READERS,

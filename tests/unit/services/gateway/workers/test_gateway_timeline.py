@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.gateway.core.routing import RouteDecision
+from services.gateway.core.routing.routing import RouteDecision
 from services.gateway.workers.timeline import Timeline, Transfer
 from shared.errors import Overloaded, WorkerLost
 from shared.ids import Incarnation

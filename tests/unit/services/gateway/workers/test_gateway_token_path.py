@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from services.gateway.core.lifecycle import Leg, Lifecycle
-from services.gateway.core.routing import RouteDecision
+from services.gateway.core.routing.routing import RouteDecision
 from services.gateway.http.connection import BUFFER_BYTES
 from services.gateway.http.sse import EventStream
 from services.gateway.text.detokenizer import AnswerText, StreamDetokenizer

@@ -12,8 +12,8 @@ from typing import Any, cast
 
 import pytest
 
-from services.gateway.core.routing import POLICIES
-from services.gateway.core.scaling import seen_workers
+from services.gateway.core.routing.routing import POLICIES
+from services.gateway.core.scaling.scaling import seen_workers
 from services.gateway.core.worker import Role, Worker, WorkerStatus
 from services.gateway.workers.membership import Membership
 from services.gateway.workers.peers import WorkerSession
@@ -30,7 +30,7 @@ from shared.rpc.methods import PREFILL_SESSION
 from shared.rpc.stream import open_stream
 from shared.rpc.tcp import TcpNetwork
 from tests.support.worker_mesh import MODEL
-from tests.unit.services.gateway.core.test_gateway_routing import a_worker
+from tests.unit.services.gateway.core.routing.test_gateway_routing import a_worker
 
 
 class AWorker:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from services.gateway.core.need import Limits
-from services.gateway.core.scaling import Kind, MeshSeen, WorkerSeen
-from services.gateway.core.traffic import Traffic
+from services.gateway.core.scaling.need import Limits
+from services.gateway.core.scaling.scaling import Kind, MeshSeen, WorkerSeen
+from services.gateway.core.scaling.traffic import Traffic
 from services.planner.core.outlook import outlook
 from shared.ids import Incarnation
 from shared.predict.step_time import NO_FIT, StepFit

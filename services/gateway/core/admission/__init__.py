@@ -1,0 +1,1 @@
+"""Who may come in, who waits for whom, and what is refused before it is computed."""

@@ -1,0 +1,387 @@
+"""Admission: run now, wait a bounded while, or be refused with a hint when to come back.
+
+The bound on requests inside the gateway is what keeps every later queue, buffer and map bounded as
+well. Who waits is next by ``fair_queue.py``; who would miss its own limits is refused by
+``overload.py``. Pure: every event returns what is to be done, in order; ``now`` is an argument, and
+``next_tick_at`` says when to look again.
+
+A request with several answers is refused before its first token or not at all: it is let in with
+its first answer, and the others, which come afterwards, wait until its deadline. One of them at a
+time stands in the queue, and each comes there as a new request would: so many answers take no more
+turns than a request with one.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from services.gateway.core.admission.fair_queue import FairQueue, QueuedRequest
+from services.gateway.core.admission.overload import Cached, Forecast, Overload, OverloadMode, late
+from services.gateway.core.admission.tenants import Tenants, Terms
+from services.gateway.core.routing.sides import NO_HITS, Sides
+from services.gateway.core.worker import Worker
+from shared.errors import DeadlinePassed, MeshError, Overloaded
+
+REASONS = ("queue_full", "queue_timeout", "deadline", "slo_ttft", "slo_tbt", "slo_both")
+"""Codes of what admission refuses, but for a gateway that shuts down."""
+
+_NEW_GAP_SHARE = 0.1
+"""Of the newest gap in the mean time between two departures."""
+
+
+class Admit(NamedTuple):
+    """This request runs from now on."""
+
+    key: bytes
+
+
+class TurnAway(NamedTuple):
+    """This request does not run."""
+
+    key: bytes
+    error: MeshError
+
+
+Effect = Admit | TurnAway
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionStatistics:
+    """Counts at one moment. refusals: how many by their reason's code, since the start."""
+
+    num_running: int
+    num_waiting: int
+    refusals: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def num_refused(self) -> int:
+        """All refusals together."""
+        return sum(self.refusals.values())
+
+
+@dataclass(slots=True)
+class _Request:
+    """One answer to a request in the gateway. arrived_at: from when its time to the first token
+    counts. cached: what workers have of its prompt at a time. follows: see ``arrive``. decode:
+    where its last attempt was sent, None = nowhere, or to a prefill worker alone. may_be_refused:
+    no answer of the request has a token. waits_to_limit: in the queue until its first token is
+    late; else as long as anybody may."""
+
+    key: bytes
+    terms: Terms
+    num_tokens: int
+    arrived_at: float
+    deadline_at: float
+    cached: Cached
+    follows: bytes
+    may_be_refused: bool
+    waits_to_limit: bool = False
+    queued: QueuedRequest | None = None
+    decode: Worker | None = None
+    was_sent: bool = False
+    has_begun: bool = False
+
+
+class Admission:
+    """Who runs and who waits.
+
+    Keys are any hashable that names a request; each is admitted at most once. sides: who can be
+    asked at this moment, for predictions.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_running: int,
+        max_waiting: int,
+        max_wait_s: float,
+        overload: Overload,
+        sides: Callable[[], Sides],
+        tenants: Tenants | None = None,
+    ) -> None:
+        self._max_running = max_running
+        self._max_waiting = max_waiting
+        self._max_wait_s = max_wait_s
+        self._overload = overload
+        self._sides = sides
+        self.tenants = tenants or Tenants()
+        self._queue = FairQueue(
+            lambda name: self.tenants.tenant(name).weight, ageing_s=max_wait_s / 4
+        )
+        self._running: dict[bytes, _Request] = {}
+        self._waiting: dict[bytes, _Request] = {}
+        # Of each request of which a further answer is in the queue: those that come after it.
+        self._behind: dict[bytes, deque[_Request]] = {}
+        self._num_of_tenant: Counter[str] = Counter()
+        self._give_up: list[tuple[float, bytes]] = []
+        self._refusals: Counter[str] = Counter()
+        self._left_at = 0.0
+        self._gap_s = 0.0
+
+    # --- events ---------------------------------------------------------------------------------
+
+    def arrive(
+        self,
+        key: bytes,
+        now: float,
+        *,
+        terms: Terms = Terms(),  # noqa: B008
+        num_tokens: int = 0,
+        arrived_at: float | None = None,
+        deadline_at: float | None = None,
+        cached: Cached = lambda now: NO_HITS,
+        follows: bytes = b"",
+    ) -> list[Effect]:
+        """A request comes. arrived_at: when its first byte did, None = now. cached: asked only
+        where it may be refused by a prediction. follows: the first answer of the request, which was
+        admitted, if this is a further one."""
+        request = _Request(
+            key,
+            terms,
+            num_tokens,
+            now if arrived_at is None else arrived_at,
+            math.inf if deadline_at is None else deadline_at,
+            cached,
+            follows,
+            may_be_refused=not follows,
+        )
+        if now >= request.deadline_at:
+            error = DeadlinePassed("the deadline passed before the request was admitted")
+            return [self._refused(request, error)]
+        is_full = len(self._running) >= self._max_running
+        has_place = not (self._queue or is_full) and self._may_run(terms.tenant)
+        queue_s = 0.0
+        if terms.has_limit and not has_place:
+            queue_s = self._queue.num_ahead(terms, now, self._may_run) * self._gap_s
+        would_be_late = self._would_be_late(request, now, queue_s=queue_s)
+        if would_be_late is not None:
+            return [self._refused(request, would_be_late)]
+        if has_place:
+            self._queue.pass_by(terms.tenant)
+            return [self._admit(request)]
+        self._wait(request, now)
+        # If only tenants at their own limit are in the queue, one of another tenant runs at once.
+        effects = self._fill(now)
+        # Further answers of requests that were let in do not count: they make room for nobody.
+        if len(self._queue) - len(self._behind) > self._max_waiting:
+            last = self._queue.last(now)
+            assert last is not None
+            effects.append(self._make_room(self._waiting[last.key]))
+        return effects
+
+    def dispatched(
+        self, key: bytes, prefill: Worker, decode: Worker | None, now: float, *, num_cached: int = 0
+    ) -> None:
+        """An attempt of a request that runs was sent to this pair, or, if it is to have one token
+        only, to a prefill worker alone (decode is None); see ``Overload``."""
+        request = self._running.get(key)
+        if request is None:
+            return
+        request.was_sent, request.decode = True, decode
+        # Overload counts answers on decode: one without it takes no place there.
+        if decode is not None:
+            num_tokens = request.num_tokens
+            self._overload.dispatched(key, prefill, decode, num_tokens, now, num_cached=num_cached)
+
+    def prompt_computed(self, key: bytes, now: float) -> list[TurnAway]:
+        """The first token of its attempt is there, and has not been handed on."""
+        request = self._running.get(key)
+        if request is None or request.decode is None:
+            return []
+        if not request.may_be_refused:
+            self._goes_on(request)  # before its token is handed on: the two may come together
+            return []
+        error = self._overload.refusal_at_decode(request.terms, request.decode, now)
+        return [] if error is None else [self._refused(request, error)]
+
+    def emitted(self, key: bytes, num_tokens: int, now: float, *, cached_tokens: int) -> None:
+        """Tokens of an answer were handed on. cached_tokens: of its prompt, not computed."""
+        request = self._running.get(key)
+        if request is None:
+            return
+        cached = 0
+        if not request.has_begun:
+            request.has_begun = True
+            self._goes_on(request)
+            cached = cached_tokens
+            self._overload.began(key, now)
+        self._queue.charge(request.terms.tenant, prompt_tokens=-cached, output_tokens=num_tokens)
+
+    def leave(self, key: bytes, now: float) -> list[Effect]:
+        """A request is over, or its client has gone; whoever may run now is admitted."""
+        waiting = self._waiting.pop(key, None)
+        if waiting is not None and waiting.queued is not None:
+            self._queue.remove(waiting.queued)
+            self._next_answer(waiting, now)
+        request = self._running.pop(key, None)
+        if request is not None:
+            self._num_of_tenant[request.terms.tenant] -= 1
+            if not request.was_sent:  # no pair was found for it
+                self._queue.charge(request.terms.tenant, prompt_tokens=-request.num_tokens)
+            self._overload.ended(key, now)
+            if self._queue:
+                self._gap_s += _NEW_GAP_SHARE * (now - self._left_at - self._gap_s)
+            self._left_at = now
+        return self._fill(now)
+
+    @property
+    def next_tick_at(self) -> float | None:
+        """When somebody has waited too long; None = nobody waits."""
+        # Who was admitted or has left stays in the heap until it comes to its top.
+        while self._give_up and self._give_up[0][1] not in self._waiting:
+            heapq.heappop(self._give_up)
+        return self._give_up[0][0] if self._give_up else None
+
+    def tick(self, now: float) -> list[Effect]:
+        """TurnAway who has waited too long."""
+        effects: list[Effect] = []
+        while (due_at := self.next_tick_at) is not None and due_at <= now:
+            _, key = heapq.heappop(self._give_up)
+            effects.append(self._waited_too_long(self._waiting[key], now))
+        return effects
+
+    def close(self, error: MeshError) -> list[Effect]:
+        """TurnAway everybody who waits."""
+        return [self._refused(request, error) for request in list(self._waiting.values())]
+
+    def statistics(self) -> AdmissionStatistics:
+        """Return the counts."""
+        return AdmissionStatistics(len(self._running), len(self._waiting), dict(self._refusals))
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _may_run(self, tenant: str) -> bool:
+        most = self.tenants.tenant(tenant).max_running
+        return most is None or self._num_of_tenant[tenant] < most
+
+    def _admit(self, request: _Request) -> Admit:
+        tenant = request.terms.tenant
+        self._running[request.key] = request
+        self._num_of_tenant[tenant] += 1
+        self._queue.charge(tenant, prompt_tokens=request.num_tokens)
+        return Admit(request.key)
+
+    def _goes_on(self, request: _Request) -> None:
+        """A token of this answer: none of its request is refused any more."""
+        request.may_be_refused = False
+        if (first := self._running.get(request.follows)) is not None:
+            first.may_be_refused = False
+
+    def _wait(self, request: _Request, now: float) -> None:
+        self._waiting[request.key] = request
+        limit_at = request.deadline_at
+        if request.may_be_refused:
+            # Who names a limit says how long it waits.
+            due_at = request.arrived_at + request.terms.ttft_s
+            # Told once: the mode may be another when the time is up.
+            is_off = self._overload.mode is OverloadMode.OFF
+            request.waits_to_limit = not is_off and due_at < math.inf
+            most_at = due_at if request.waits_to_limit else now + self._max_wait_s
+            limit_at = min(limit_at, most_at)
+        if limit_at < math.inf:
+            heapq.heappush(self._give_up, (limit_at, request.key))
+        others = self._behind.get(request.follows)
+        if others is not None:
+            others.append(request)
+            return
+        if not self._queue:
+            self._left_at = now  # gaps are those while somebody waits, however long nobody did
+        if request.follows:
+            self._behind[request.follows] = deque()
+        self._line_up(request, now)
+
+    def _line_up(self, request: _Request, now: float, *, was_away: bool = True) -> None:
+        came_at = now if request.follows else request.arrived_at
+        request.queued = QueuedRequest(
+            request.key,
+            request.terms,
+            now,
+            came_at + request.terms.ttft_s,
+            is_let_in=bool(request.follows),
+        )
+        self._queue.push(request.queued, was_away=was_away)
+
+    def _next_answer(self, request: _Request, now: float) -> None:
+        """This one has left the queue: the next answer of its request comes there."""
+        others = self._behind.pop(request.follows, None)
+        while others:
+            other = others.popleft()
+            if other.key in self._waiting:
+                self._behind[request.follows] = others
+                self._line_up(other, now, was_away=False)
+                return
+
+    def _fill(self, now: float) -> list[Effect]:
+        """Admit whoever is next, as long as there is a place."""
+        effects: list[Effect] = []
+        while self._queue and len(self._running) < self._max_running:
+            queued = self._queue.pop(now, self._may_run)
+            if queued is None:
+                break
+            request = self._waiting.pop(queued.key)
+            self._next_answer(request, now)
+            would_be_late = self._would_be_late(request, now, queue_s=0.0)
+            if would_be_late is None:
+                effects.append(self._admit(request))
+            else:
+                effects.append(self._refused(request, would_be_late))
+        return effects
+
+    def _would_be_late(self, request: _Request, now: float, *, queue_s: float) -> MeshError | None:
+        if not request.may_be_refused:
+            return None
+        return self._overload.refusal(
+            request.terms,
+            request.num_tokens,
+            self._sides(),
+            now,
+            waited_s=now - request.arrived_at + queue_s,
+            cached=request.cached,
+        )
+
+    def _waited_too_long(self, request: _Request, now: float) -> TurnAway:
+        if now >= request.deadline_at:
+            error: MeshError | None = DeadlinePassed("the deadline passed in the queue")
+        elif request.waits_to_limit:
+            waited_s = now - request.arrived_at
+            # At the instant of the timer the limit is reached, and not yet missed: hence the 1 ms.
+            error = late(request.terms, Forecast(waited_s + 1e-3, 0.0, waited_s))
+        else:
+            error = Overloaded(
+                f"no place came free within {self._max_wait_s:g} s{self._own_limit(request)}",
+                code="queue_timeout",
+                retry_after_s=max(1.0, self._max_wait_s),
+            )
+        assert error is not None
+        return self._refused(request, error)
+
+    def _make_room(self, request: _Request) -> TurnAway:
+        waiting = f"{len(self._waiting) - 1} wait{self._own_limit(request)}"
+        error = Overloaded(
+            f"{len(self._running)} requests run and {waiting}: try again soon",
+            code="queue_full",
+            retry_after_s=max(1.0, self._max_wait_s),
+        )
+        return self._refused(request, error)
+
+    def _own_limit(self, request: _Request) -> str:
+        """Say so, if it is its tenant's own limit that keeps it from running."""
+        tenant = request.terms.tenant
+        if self._may_run(tenant):
+            return ""
+        most = self.tenants.tenant(tenant).max_running
+        return f", and of this API key {most} run, as many as may (max_running)"
+
+    def _refused(self, request: _Request, error: MeshError) -> TurnAway:
+        self._waiting.pop(request.key, None)
+        if request.queued is not None:
+            self._queue.remove(request.queued)
+            # Those behind it need no turn any more: they have the same deadline, and so end now.
+            self._behind.pop(request.follows, None)
+        self._refusals[error.code or error.type] += 1
+        return TurnAway(request.key, error)

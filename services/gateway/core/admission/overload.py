@@ -1,0 +1,304 @@
+"""Overload: refuse before work is wasted what would miss its own limits (Mooncake, arXiv
+2407.00079, section 6).
+
+The load of a stage is what it would take over what it may: time to the first token for prefill,
+time between tokens for decode, each over the request's own limit. A request is refused where one
+of them is above 1, at the pair that would serve it soonest.
+
+| mode | at arrival | when its prompt is computed |
+|---|---|---|
+| off | | |
+| stage | prefill | decode: what is refused here was computed for nothing |
+| early | prefill, and decode by what is claimed there | likewise |
+| predicted | prefill, and decode by what will run when the prompt is computed | likewise |
+
+*Claimed*: room on decode is reserved as the prompt is sent, so answers whose prompts are computed
+still count at once; load by those that run alone, as in the paper, swings. *Will run*: of the
+answers that run and of those whose prompts will be computed by then, the part that will not have
+ended, exp(-time / mean). (The paper gives each answer the mean time; at long answers and long
+queues that forgets all that outlast it.) Only a request with a limit can be refused, and none that
+has a token. Pure: ``now`` is an argument, seconds come from ``ReportedSpeeds``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from services.gateway.core.admission.tenants import Terms
+from services.gateway.core.index.fetches import NOTHING, Hit
+from services.gateway.core.routing.sides import NO_HITS, Sides
+from services.gateway.core.worker import Worker
+from shared.errors import WouldBeLate
+from shared.ids import Incarnation
+
+Cached = Callable[[float], Mapping[int, Hit]]
+"""What workers have of a prompt at a time, by their places; asked only where it counts."""
+
+MOST_ANSWERS = 1 << 16
+"""No batch is larger."""
+
+_NEW_SHARE = 0.05
+"""Of the newest answer in the mean of how long answers last."""
+
+_LEAST_ANSWER_S = 1e-3
+"""What an answer counts as at least: uvloop's clock stands still for a millisecond."""
+
+_SIGMAS = 2.0
+"""Above the mean: what is hardly ever exceeded. At the mean itself every second prompt at
+the limit would be computed for nothing."""
+
+
+class OverloadMode(StrEnum):
+    """When a request that would be late is refused."""
+
+    OFF = "off"
+    STAGE = "stage"
+    EARLY = "early"
+    PREDICTED = "predicted"
+
+
+class ReportedSpeeds:
+    """How fast workers are, in seconds, by what they report of their own steps; 0 = nothing is
+    known, or its predictions have not come true lately, so that nobody is refused."""
+
+    def queue_s(self, worker: Worker, now: float) -> float:
+        """Until a prompt that is sent there now begins."""
+        return sum(worker.wait_s(now)) if worker.is_predictable else 0.0
+
+    def prompt_s(self, worker: Worker, num_tokens: int, num_cached: int = 0) -> float:
+        """From then until what its cache does not have is computed; its last token always is."""
+        return worker.status.prompt_s(num_tokens, num_cached) if worker.is_predictable else 0.0
+
+    def step_s(self, worker: Worker, num_answers: int) -> float:
+        """One step of so many answers, the time between their tokens, with as much context as those
+        that it holds have. Grows with their number."""
+        steps = worker.status.answer_steps
+        if not steps.is_known:
+            return 0.0
+        context = worker.reserved_tokens / worker.num_answers if worker.num_answers else 0.0
+        return steps.seconds(num_answers, round(num_answers * context))
+
+
+class Forecast(NamedTuple):
+    """What a request would see, in seconds. retry: when each limit could be kept, inf = never."""
+
+    ttft_s: float
+    tbt_s: float
+    ttft_retry_s: float = 0.0
+    tbt_retry_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _AnswerInHand:
+    """An answer of this gateway. first_token_at: expected, until it is there."""
+
+    decode: Incarnation
+    first_token_at: float
+    has_begun: bool = False
+
+
+class Overload:
+    """The answers in hand, and what follows from them for the next one."""
+
+    def __init__(self, mode: OverloadMode, speeds: ReportedSpeeds | None = None) -> None:
+        self.mode = mode
+        self._speeds = speeds or ReportedSpeeds()
+        self._answers: dict[Hashable, _AnswerInHand] = {}
+        self._on: dict[Incarnation, dict[Hashable, _AnswerInHand]] = {}
+        # Infinite = no answer has ended yet: none of those that run is expected to end.
+        self._mean_s = math.inf
+
+    # --- events ---------------------------------------------------------------------------------
+
+    def dispatched(
+        self,
+        key: Hashable,
+        prefill: Worker,
+        decode: Worker,
+        num_tokens: int,
+        now: float,
+        *,
+        num_cached: int = 0,
+    ) -> None:
+        """An attempt was sent to a pair. num_cached: of its prompt need not be computed."""
+        if self.mode is OverloadMode.OFF:
+            return
+        self._forget(key)
+        expected_s = self._speeds.queue_s(prefill, now) + self._speeds.prompt_s(
+            prefill, num_tokens, num_cached
+        )
+        answer = _AnswerInHand(decode.incarnation, now + expected_s)
+        self._answers[key] = answer
+        self._on.setdefault(decode.incarnation, {})[key] = answer
+
+    def began(self, key: Hashable, now: float) -> None:
+        """Its first token is out."""
+        answer = self._answers.get(key)
+        if answer is not None and not answer.has_begun:
+            answer.first_token_at, answer.has_begun = now, True
+
+    def ended(self, key: Hashable, now: float) -> None:
+        """It is over, in whatever way."""
+        answer = self._forget(key)
+        if answer is not None and answer.has_begun:
+            lasted_s = max(now - answer.first_token_at, _LEAST_ANSWER_S)
+            if self._mean_s == math.inf:
+                self._mean_s = lasted_s
+            self._mean_s += _NEW_SHARE * (lasted_s - self._mean_s)
+
+    def _forget(self, key: Hashable) -> _AnswerInHand | None:
+        answer = self._answers.pop(key, None)
+        if answer is not None:
+            on = self._on[answer.decode]
+            del on[key]
+            if not on:
+                del self._on[answer.decode]
+        return answer
+
+    # --- questions ------------------------------------------------------------------------------
+
+    def refusal(
+        self,
+        terms: Terms,
+        num_tokens: int,
+        sides: Sides,
+        now: float,
+        *,
+        waited_s: float,
+        cached: Cached = lambda now: NO_HITS,
+    ) -> WouldBeLate | None:
+        """Return why a prompt is not worth computing now, or None. waited_s: what of its time is
+        gone, and what it will wait before it is sent."""
+        if self.mode is OverloadMode.OFF or not terms.has_limit or not sides:
+            return None
+        forecast = self.forecast(
+            num_tokens, sides, now, waited_s=waited_s, tpot_s=terms.tpot_s, cached=cached(now)
+        )
+        if self.mode is OverloadMode.STAGE:
+            forecast = forecast._replace(tbt_s=0.0)
+        return late(terms, forecast)
+
+    def refusal_at_decode(self, terms: Terms, decode: Worker, now: float) -> WouldBeLate | None:
+        """Return why an answer whose prompt is computed is not worth beginning, or None."""
+        if self.mode is OverloadMode.OFF or terms.tpot_s == math.inf:
+            return None
+        num_answers = self._num_running(decode)
+        tbt_s = self._speeds.step_s(decode, num_answers + 1)
+        if tbt_s <= terms.tpot_s:
+            return None
+        retry_s = self._retry_s(decode, num_answers, terms.tpot_s, now)
+        return late(terms, Forecast(0.0, tbt_s, 0.0, retry_s))
+
+    def forecast(
+        self,
+        num_tokens: int,
+        sides: Sides,
+        now: float,
+        *,
+        waited_s: float,
+        tpot_s: float = math.inf,
+        cached: Mapping[int, Hit] = NO_HITS,
+    ) -> Forecast:
+        """Return what a prompt that is sent now would see at the pair that serves it soonest."""
+        speeds = self._speeds
+        best_s, place = math.inf, 0
+        for idx, worker in enumerate(sides.prefills):
+            num_cached = cached.get(worker.place, NOTHING).tokens
+            prompt_s = speeds.prompt_s(worker, num_tokens, num_cached)
+            ttft_s = speeds.queue_s(worker, now) + prompt_s
+            if ttft_s < best_s:
+                best_s, place = ttft_s, idx
+        queue_s = waited_s + speeds.queue_s(sides.prefills[place], now)
+        tbt_s, chosen, num_answers = math.inf, sides.decodes[0], 0
+        for idx in sides.partners_of(place):
+            worker = sides.decodes[idx]
+            is_early = self.mode is not OverloadMode.PREDICTED
+            num = worker.num_answers if is_early else self._num_in(worker, now, best_s)
+            step_s = speeds.step_s(worker, num + 1)
+            if step_s < tbt_s:
+                tbt_s, chosen, num_answers = step_s, worker, num
+        retry_s = 0.0
+        if tbt_s > tpot_s:
+            retry_s = self._retry_s(chosen, num_answers, tpot_s, now)
+        # A queue of so many seconds is gone after as many.
+        return Forecast(waited_s + best_s, tbt_s, queue_s, retry_s)
+
+    def _num_running(self, decode: Worker) -> int:
+        own = self._on.get(decode.incarnation, {}).values()
+        # The report counts other gateways' answers, too, but is older than our own newest ones.
+        return max(decode.status.num_running, sum(answer.has_begun for answer in own))
+
+    def _num_in(self, decode: Worker, now: float, in_s: float) -> int:
+        """Return how many answers will run there so much later, at most (``_SIGMAS``)."""
+        own = self._on.get(decode.incarnation, {}).values()
+        # Of other gateways' answers nothing is known but their number: they count as if none ended.
+        at, num, variance = now + in_s, float(max(0, decode.num_answers - len(own))), 0.0
+        for answer in own:
+            begins_at = now if answer.has_begun else max(now, answer.first_token_at)
+            if begins_at <= at:
+                share = math.exp((begins_at - at) / self._mean_s)
+                num += share
+                variance += share * (1.0 - share)
+        return min(decode.num_answers, math.ceil(num + _SIGMAS * math.sqrt(variance)))
+
+    def _retry_s(self, decode: Worker, num_answers: int, tpot_s: float, now: float) -> float:
+        """Return when one answer more could run there within this limit."""
+        low, high = 0, MOST_ANSWERS
+        while low < high:  # the most answers whose steps keep it
+            middle = (low + high + 1) // 2
+            if self._speeds.step_s(decode, middle) <= tpot_s:
+                low = middle
+            else:
+                high = middle - 1
+        if low == 0:
+            return math.inf
+        own = self._on.get(decode.incarnation, {}).values()
+        ends = sorted(answer.first_token_at + self._mean_s for answer in own)
+        num_over = num_answers + 1 - low
+        if num_over > len(ends) or ends[num_over - 1] == math.inf:
+            return 1.0  # nobody knows
+        return max(0.0, ends[num_over - 1] - now)
+
+
+def late(terms: Terms, forecast: Forecast) -> WouldBeLate | None:
+    """Return the error that says which limit would be missed, by how much, and when to come back;
+    None if both would be kept."""
+    missed: list[str] = []
+    codes: list[str] = []
+    retry_s = 0.0
+    for code, name, would_s, limit_s, after_s in (
+        ("slo_ttft", "time to first token", forecast.ttft_s, terms.ttft_s, forecast.ttft_retry_s),
+        ("slo_tbt", "time between tokens", forecast.tbt_s, terms.tpot_s, forecast.tbt_retry_s),
+    ):
+        if would_s <= limit_s:
+            continue
+        if code == "slo_ttft" and would_s - after_s > limit_s:
+            after_s = math.inf  # without any queue, too
+        codes.append(code)
+        missed.append(
+            f"its {name} would be {_text(would_s)}, {_text(would_s - limit_s)} over its limit"
+        )
+        if after_s == math.inf:
+            missed.append("which even an idle worker cannot keep: raise it, or shorten the prompt")
+        elif code == "slo_ttft":
+            after_s = would_s - limit_s
+        retry_s = max(retry_s, after_s)
+    if not codes:
+        return None
+    if retry_s < math.inf:
+        retry_s = max(0.1, retry_s)
+        missed.append(f"come back in {_text(retry_s)}")
+    return WouldBeLate(
+        f"not computed: {', '.join(missed)}",
+        param="tpot_ms" if codes == ["slo_tbt"] else "ttft_ms",
+        code="slo_both" if len(codes) == 2 else "slo_tbt" if codes == ["slo_tbt"] else "slo_ttft",
+        retry_after_s=0.0 if retry_s == math.inf else round(retry_s, 3),
+    )
+
+
+def _text(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds < 100.0 else f"{seconds:.0f} s"

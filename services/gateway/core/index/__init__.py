@@ -1,0 +1,1 @@
+"""Which worker has the KV of which prefix, and who could send it to whom."""

@@ -1,0 +1,168 @@
+"""What policies that compare seconds read of workers, as columns of numbers: looking at hundreds of
+workers costs little more than looking at four.
+
+A table's rows are written anew for those workers that have changed since somebody looked; a side
+takes its own out of them, in its order. Pure; numpy is imported with this file, which is when such
+a policy has a choice for the first time.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from services.gateway.core.index.fetches import Hit
+from services.gateway.core.index.holdings import Column, Holdings
+from services.gateway.core.worker import Worker
+from shared.ids import Incarnation
+
+_NO_FIT = (np.nan,) * 3
+_ONE_STEP = float(1 << 40)
+"""Tokens of a step where its worker names no limit."""
+
+
+class PromptColumns(NamedTuple):
+    """Of each worker: when it is free, its fit of steps with prompts (not a number: seconds are not
+    known), most tokens of a step, and prompt tokens that it has."""
+
+    free_at: Column
+    constant_s: Column
+    token_s: Column
+    attended_s: Column
+    step_tokens: Column
+    pending_tokens: Column
+
+    def waits_s(self, now: float) -> Column:
+        """Return seconds until a prompt that comes now would begin."""
+        return np.maximum(self.free_at - now, 0.0)
+
+    def compute_s(self, cached: Column | int, num_tokens: int) -> Column:
+        """Return seconds for what is not cached of a prompt, as ``StepFit.prompt_seconds``."""
+        num = num_tokens - cached
+        each_s = self.token_s + self.attended_s * ((cached + (num_tokens + 1)) * 0.5)
+        return np.ceil(num / self.step_tokens) * self.constant_s + each_s * num
+
+
+class AnswerColumns(NamedTuple):
+    """Of each worker: a step with one more answer (not a number: its fit is not known) and what a
+    token of context adds, and what it holds."""
+
+    tokens_s: Column
+    attended_s: Column
+    reserved_tokens: Column
+    capacity_tokens: Column
+    reserved_share: Column
+
+    def step_s(self, num_tokens: int, no_room_s: float) -> Column:
+        """Return seconds of a step with one more answer, behind a prompt of so many tokens; more by
+        ``no_room_s`` where it does not fit."""
+        context = self.reserved_tokens + num_tokens
+        seconds = self.tokens_s + self.attended_s * context
+        return seconds + no_room_s * (context >= self.capacity_tokens)
+
+
+_NUM_PROMPTS = len(PromptColumns._fields)
+_NUM_ROWS = _NUM_PROMPTS + len(AnswerColumns._fields)
+
+
+class Columns:
+    """Of all workers of a table, by their places."""
+
+    def __init__(self) -> None:
+        self.rows: Column = np.zeros((_NUM_ROWS, 16))
+
+    def update(self, workers: Iterable[Worker]) -> None:
+        """Write the rows of workers that are new or have changed."""
+        for worker in workers:
+            place, status = worker.place, worker.status
+            answers = status.answer_steps if worker.is_step_predictable else _NO_FIT
+            while place >= self.rows.shape[1]:
+                self.rows = np.concatenate([self.rows, np.zeros_like(self.rows)], axis=1)
+            self.rows[:, place] = (
+                worker.free_at,
+                *(status.prompt_steps if worker.is_predictable else _NO_FIT)[:3],
+                status.step_tokens or _ONE_STEP,
+                worker.pending_tokens,
+                answers[0] + answers[1] * (worker.num_answers + 1.0),
+                answers[2],
+                worker.reserved_tokens,
+                worker.capacity_tokens,
+                worker.reserved_share,
+            )
+
+
+class Side:
+    """Workers in their order, as columns; for as long as they are the same ones.
+
+    table: the columns of the table that has them, as they are now.
+    """
+
+    def __init__(self, workers: Sequence[Worker], table: Callable[[], Columns]) -> None:
+        self._places = np.array([worker.place for worker in workers])
+        self._at = {worker.place: at for at, worker in enumerate(workers)}
+        self._workers = [worker.incarnation for worker in workers]
+        self._table = table
+        self._slow: dict[Incarnation, tuple[Mapping[Incarnation, float], Column]] = {}
+
+    def prompts(self) -> PromptColumns:
+        """Return what prompts wait for, and take."""
+        return PromptColumns(*self._table().rows[:_NUM_PROMPTS].take(self._places, axis=1))
+
+    def answers(self) -> AnswerColumns:
+        """Return what answers take."""
+        return AnswerColumns(*self._table().rows[_NUM_PROMPTS:].take(self._places, axis=1))
+
+    def shares(self) -> array[float]:
+        """Return the shares of blocks that are taken."""
+        return self.numbers(self._table().rows[-1].take(self._places))
+
+    def cached(self, hits: Mapping[int, Hit], most: int) -> Column:
+        """Return how many tokens of a prompt each has, or so many if it has more."""
+        return np.minimum(Holdings.of(hits).tokens.take(self._places, mode="clip"), most)
+
+    def loading(self, hits: Mapping[int, Hit]) -> list[int]:
+        """Return which of these have some of a prompt below their pools."""
+        at = map(self._at.get, Holdings.of(hits).below())
+        return [place for place in at if place is not None]
+
+    def byte_s(self, source: Worker) -> Column:
+        """Return seconds a byte from a worker to each of these, 0 where that is not known."""
+        speeds, known = source.status.speeds, self._slow.get(source.incarnation)
+        # Never changed in place: the same dict has the same speeds.
+        if known is None or known[0] is not speeds:
+            column = np.array([speeds.get(it, 0.0) for it in self._workers], np.float64)
+            column[column > 0.0] **= -1.0
+            known = self._slow[source.incarnation] = speeds, column
+        return known[1]
+
+    @staticmethod
+    def are_known(column: Column) -> bool:
+        """Whether there is a number for each."""
+        return least(column) >= 0.0
+
+    @staticmethod
+    def numbers(column: Column) -> array[float]:
+        """Return plain numbers, to be read one by one."""
+        return array("d", column.tobytes())
+
+    @staticmethod
+    def lowest(bounds: Column, scores: Column, most: int) -> list[int]:
+        """Return the places of the few lowest bounds below the least score."""
+        places = (bounds < least(scores)).nonzero()[0]
+        if len(places) > most:
+            places = places[bounds[places].argsort(kind="stable")[:most]]
+        return places.tolist()
+
+
+def least(column: Column) -> float:
+    """Return the least number; not a number if one of them is none. Quicker than ``min``."""
+    return column.item(column.argmin())
+
+
+def least_of(scores: array[float], equal: float) -> list[int]:
+    """See ``turns.least``: of all places."""
+    column = np.frombuffer(scores)
+    return (column <= least(column) * (1.0 + equal)).nonzero()[0].tolist()

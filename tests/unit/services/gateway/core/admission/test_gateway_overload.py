@@ -1,0 +1,268 @@
+"""Overload: which limit would be missed, by how much, and when to come back."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from services.gateway.core.admission.admission import Admission, Admit, Effect
+from services.gateway.core.admission.overload import Overload, OverloadMode, ReportedSpeeds
+from services.gateway.core.admission.tenants import Tenants, Terms
+from services.gateway.core.index.fetches import Hit
+from services.gateway.core.routing.sides import Sides
+from services.gateway.core.worker import Role, WorkerStatus
+from shared.errors import WouldBeLate
+from shared.predict.step_time import StepFit
+from shared.tenants import Tenant
+from tests.support.overload_mesh import Speed
+from tests.unit.services.gateway.core.routing.test_gateway_routing import a_worker
+
+SPEED = Speed(prompt_tokens_per_s=1000.0, base_s=0.02, answer_s=0.01)
+
+
+def sides(num_pairs: int = 1, *, pending: int = 0, answers: int = 0) -> Sides:
+    """Pairs with this load each."""
+    prefills = [a_worker(Role.PREFILL, 1 + idx) for idx in range(num_pairs)]
+    decodes = [a_worker(Role.DECODE, 1001 + idx, bit=1 << idx) for idx in range(num_pairs)]
+    for worker in prefills:
+        worker.report(WorkerStatus(pending_tokens=pending))
+    for worker in decodes:
+        worker.report(WorkerStatus(num_running=answers, num_answers=answers))
+    return Sides(prefills, [(1 << num_pairs) - 1] * num_pairs, decodes)
+
+
+def refused(
+    mode: str, at: Sides, num_tokens: int = 500, waited_s: float = 0.0, **limits: float
+) -> WouldBeLate | None:
+    overload = Overload(OverloadMode(mode), SPEED)
+    return overload.refusal(Terms(**limits), num_tokens, at, 10.0, waited_s=waited_s)  # type: ignore[arg-type]
+
+
+def test_a_queue_that_is_too_long_is_refused_with_the_time_that_it_takes() -> None:
+    """0.5 s for its own prompt behind 2 s of others."""
+    error = refused("early", sides(pending=2000), ttft_s=1.0)
+    assert error is not None
+    assert (error.code, error.param, error.retry_after_s) == ("slo_ttft", "ttft_ms", 1.5)
+    assert "time to first token would be 2.5 s, 1.5 s over its limit" in error.message
+    assert "come back in 1.5 s" in error.message
+    assert refused("early", sides(pending=400), ttft_s=1.0) is None
+    assert refused("early", sides(pending=400), waited_s=0.2, ttft_s=1.0) is not None
+
+
+def test_a_limit_that_no_idle_worker_keeps_says_so() -> None:
+    """To come back would not help."""
+    error = refused("early", sides(), num_tokens=3000, ttft_s=1.0)
+    assert error is not None
+    assert "even an idle worker cannot keep" in error.message
+    assert error.retry_after_s == 0.0
+    error = refused("early", sides(pending=2_000_000), ttft_s=1.0)
+    assert error is not None
+    assert "would be 2000 s, 2000 s over its limit, come back in 2000 s" in error.message
+
+
+def test_what_a_cache_has_need_not_be_computed() -> None:
+    """By the worker that has it, behind its own queue."""
+    at = sides(2)
+    first, second = at.prefills
+    first.bit, second.bit = 1, 2
+    overload, terms = Overload(OverloadMode.EARLY, SPEED), Terms(ttft_s=1.0)
+
+    def is_refused(tokens: int) -> bool:
+        refusal = overload.refusal(
+            terms, 3000, at, 0.0, waited_s=0.0, cached=lambda now: {second.place: Hit(tokens)}
+        )
+        return refusal is not None
+
+    assert is_refused(1999)
+    assert not is_refused(2000)
+    second.report(WorkerStatus(pending_tokens=1))
+    assert is_refused(2000)
+
+
+@pytest.mark.parametrize(
+    ("mode", "code"), [("off", ""), ("stage", ""), ("early", "slo_tbt"), ("predicted", "slo_tbt")]
+)
+def test_decode_counts_at_arrival_unless_each_stage_has_its_turn(mode: str, code: str) -> None:
+    """Nine answers leave no room for a tenth within 0.11 s."""
+    error = refused(mode, sides(answers=9), tpot_s=0.11)
+    assert ("" if error is None else error.code) == code
+
+
+def test_both_limits_missed_is_one_error() -> None:
+    error = refused("early", sides(pending=2000, answers=9), ttft_s=1.0, tpot_s=0.1)
+    assert error is not None
+    assert error.code == "slo_both"
+
+
+def test_who_has_no_limit_and_where_nothing_is_known_nobody_is_refused() -> None:
+    """Also if nobody could take the request: that is not for admission to say."""
+    assert refused("predicted", sides(pending=10**6, answers=500)) is None
+    assert refused("predicted", Sides([], [], []), ttft_s=0.001) is None
+    overload = Overload(OverloadMode.PREDICTED)
+    at = sides(pending=10**6, answers=500)
+    assert overload.refusal(Terms(ttft_s=0.1, tpot_s=0.1), 9000, at, 0.0, waited_s=0.0) is None
+
+
+def test_the_wait_for_a_place_is_that_of_a_burst_not_of_the_quiet_before_it() -> None:
+    """The first burst after an hour: places come free every 0.1 s, so half a second is enough for
+    who is third."""
+    at = sides()
+    admission = Admission(
+        max_running=1,
+        max_waiting=9,
+        max_wait_s=9.0,
+        overload=Overload(OverloadMode.EARLY, SPEED),
+        sides=lambda: at,
+    )
+    admission.arrive(b"a", 3600.0)
+    for number in range(3):
+        admission.arrive(b"%d" % number, 3600.0)
+    for number, key in enumerate((b"a", b"0"), 1):
+        assert admission.leave(key, 3600.0 + 0.1 * number) == [Admit(b"%d" % (number - 1))]
+    terms = Terms(ttft_s=0.5)
+    assert admission.arrive(b"late", 3600.2, terms=terms, num_tokens=100) == []
+
+
+@pytest.mark.parametrize(
+    ("places", "of_flood", "at_once"), [(4, 1, [Admit(b"late")]), (1, None, [])]
+)
+def test_a_flood_of_another_tenant_makes_nobody_late(
+    places: int, of_flood: int | None, at_once: list[Admit]
+) -> None:
+    """Its fifty requests wait for a place of their own tenant's, or have one turn before it: who
+    comes has a place at once, or soon."""
+    at = sides()
+    admission = Admission(
+        max_running=places,
+        max_waiting=99,
+        max_wait_s=99.0,
+        overload=Overload(OverloadMode.EARLY, SPEED),
+        sides=lambda: at,
+        tenants=Tenants({"flood": Tenant(max_running=of_flood)}),
+    )
+    for number in range(50):
+        admission.arrive(b"%d" % number, 0.0, terms=Terms("flood"), num_tokens=100)
+
+    def ended(number: int) -> list[Effect]:
+        admission.dispatched(b"%d" % number, at.prefills[0], at.decodes[0], 0.2 * number)
+        admission.emitted(b"%d" % number, 1, 0.2 * number, cached_tokens=0)
+        return admission.leave(b"%d" % number, 0.2 * number)
+
+    for number in range(9):
+        ended(number)
+    terms = Terms("late", ttft_s=0.6)
+    assert admission.arrive(b"late", 1.7, terms=terms, num_tokens=100) == at_once
+    assert Admit(b"late") in at_once + ended(9) + ended(10)
+
+
+@pytest.mark.parametrize("further_one_has_a_token", [False, True])
+def test_a_request_with_several_answers_is_refused_before_a_token_or_not_at_all(
+    further_one_has_a_token: bool,
+) -> None:
+    """By the limits that its first answer would miss; however late the others come, and also where
+    one of them has its token before the first one has."""
+    at, terms = sides(), Terms(ttft_s=1.0, tpot_s=0.05)
+    overload = Overload(OverloadMode.STAGE, SPEED)
+    admission = Admission(
+        max_running=2, max_waiting=0, max_wait_s=9.0, overload=overload, sides=lambda: at
+    )
+    for key, follows in ((b"1", b""), (b"2", b"1"), (b"3", b"1")):
+        admission.arrive(key, 0.0, terms=terms, num_tokens=100, follows=follows)
+    for key in (b"1", b"2"):
+        admission.dispatched(key, at.prefills[0], at.decodes[0], 0.0)
+    at.decodes[0].report(WorkerStatus(num_running=500, num_answers=500))
+    if further_one_has_a_token:
+        assert admission.prompt_computed(b"2", 0.1) == []
+    refusals = admission.prompt_computed(b"1", 0.1)
+    assert [it.error.code for it in refusals] == ([] if further_one_has_a_token else ["slo_tbt"])
+    assert admission.tick(30.0) == []
+    assert admission.leave(b"2", 30.0) == [Admit(b"3")]
+
+
+def _in_hand(overload: Overload, at: Sides, num: int, now: float) -> None:
+    """This many answers run on the first pair since then, and are counted there."""
+    prefill, decode = at.prefills[0], at.decodes[0]
+    for number in range(num):
+        overload.dispatched(number, prefill, decode, 100, now)
+        overload.began(number, now)
+    decode.report(WorkerStatus(num_running=num, num_answers=num))
+
+
+def test_a_prediction_counts_who_will_have_ended() -> None:
+    """Answers last 10 s in the mean: with 5 s of queue before it most of 40 are gone, and what is
+    early is refused that is not by prediction."""
+    terms = Terms(ttft_s=100.0, tpot_s=0.4)
+    verdicts = {}
+    for mode in ("early", "predicted"):
+        overload = Overload(OverloadMode(mode), SPEED)
+        at = sides(pending=15_000)
+        _in_hand(overload, at, 1, 0.0)
+        overload.ended(0, 10.0)  # the mean
+        _in_hand(overload, at, 40, 20.0)
+        verdicts[mode] = overload.refusal(terms, 100, at, 20.0, waited_s=0.0)
+    assert verdicts["early"] is not None
+    assert verdicts["early"].code == "slo_tbt"
+    assert 0.1 <= verdicts["early"].retry_after_s <= 10.0
+    assert verdicts["predicted"] is None
+
+
+def test_answers_that_lasted_no_time_say_how_long_others_will() -> None:
+    """All tokens of a short one come in one instant of the clock."""
+    overload, at = Overload(OverloadMode.PREDICTED, SPEED), sides()
+    _in_hand(overload, at, 1, now=0.0)
+    overload.ended(0, 0.0)
+    _in_hand(overload, at, 9, now=0.0)
+    assert overload.forecast(500, at, 0.0, waited_s=0.0).tbt_s < 0.05  # as good as alone
+
+
+def test_the_second_look_sees_what_runs_then() -> None:
+    """When the prompt is computed; who waits for its own prompt does not count."""
+    overload = Overload(OverloadMode.STAGE, SPEED)
+    at = sides()
+    decode = at.decodes[0]
+    _in_hand(overload, at, 9, 0.0)
+    overload.dispatched("mine", at.prefills[0], decode, 100, 0.0)
+    assert overload.refusal_at_decode(Terms(tpot_s=0.121), decode, 1.0) is None
+    error = overload.refusal_at_decode(Terms(tpot_s=0.11), decode, 1.0)
+    assert error is not None
+    assert error.code == "slo_tbt"
+    assert overload.refusal_at_decode(Terms(ttft_s=0.1), decode, 1.0) is None
+
+
+def test_a_refusal_costs_less_than_five_milliseconds() -> None:
+    """With 64 + 64 workers and 1024 answers in hand; measured 0.1 ms, and 0.3 ms at 500 + 500."""
+    overload = Overload(OverloadMode.PREDICTED, SPEED)
+    at = sides(64, pending=2000, answers=16)
+    for number in range(1024):
+        decode = at.decodes[number % 64]
+        overload.dispatched(number, at.prefills[0], decode, 100, 0.0)
+        overload.began(number, 0.0)
+    terms = Terms(ttft_s=1.0, tpot_s=0.05)
+    times: list[float] = []
+    for _ in range(9):
+        start = time.perf_counter()
+        assert overload.refusal(terms, 500, at, 1.0, waited_s=0.0) is not None
+        times.append(time.perf_counter() - start)
+    assert sorted(times)[4] < 0.005
+
+
+def test_speeds_are_what_the_workers_report() -> None:
+    """A prompt by its steps behind those that wait, an answer's step by how many there are and
+    their context; and nothing of a worker that has been wrong."""
+    speeds = ReportedSpeeds()
+    prompt_steps = StepFit(0.01, 0.001, num_steps=50)
+    prefill = a_worker(Role.PREFILL, 1)
+    assert speeds.prompt_s(prefill, 100) == 0.0
+    prefill.report(WorkerStatus(queue_s=2.0, prompt_steps=prompt_steps, step_tokens=64), 10.0)
+    assert speeds.queue_s(prefill, 10.5) == pytest.approx(1.5)
+    assert speeds.prompt_s(prefill, 100) == pytest.approx(0.12)  # two steps
+    prefill.is_believed = False
+    assert speeds.queue_s(prefill, 10.5) == speeds.prompt_s(prefill, 100) == 0.0
+
+    decode = a_worker(Role.DECODE, 2)
+    assert speeds.step_s(decode, 20) == 0.0
+    answer_steps = StepFit(0.01, 0.001, 1e-5, num_steps=50)
+    status = WorkerStatus(num_answers=2, reserved_blocks=10, answer_steps=answer_steps)
+    decode.report(status, 10.0)  # 80 tokens of context each
+    assert speeds.step_s(decode, 20) == pytest.approx(0.01 + 0.02 + 1600e-5)
