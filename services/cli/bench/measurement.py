@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import secrets
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from services.cli.bench.records import Run
 from services.cli.bench.search import RateSearch
 from services.cli.bench.summary import summarize
 from services.cli.bench.view import progress_of, rate_text
-from services.cli.bench.workload import AS_IT_COMES, Fit, Load, Source, Workload, plan
+from services.cli.bench.workload import AS_IT_COMES, Fit, Load, Source, Workload, planning
 from services.cli.client import NO_ACCESS, Access
 from services.cli.flags import CannotRun
 
@@ -56,7 +57,7 @@ class Measurement:
             self._endpoints, self._fit = endpoints, fit_of(endpoints, flags.fit)
             if flags.warmup:  # what is made once is paid for now: connections, kernels, pools
                 load = Load(rate=math.inf, num_requests=flags.warmup, arrivals="poisson")
-                await self._send(Run(self._plan(load)))
+                await self._send(Run(await self.plan(load)))
             rates = flags.first_rates(self.source)
             if flags.goodput:
                 await self._find_goodput(rates[0] or 1.0)
@@ -80,7 +81,7 @@ class Measurement:
                 search.add(rate, summary["attainment"])
 
     async def _run(self, load: Load) -> Run:
-        workload = self._plan(load)
+        workload = await self.plan(load)
         if not workload.asks:
             left_out = f", {workload.num_skipped} do not fit" if workload.num_skipped else ""
             raise CannotRun(
@@ -93,8 +94,15 @@ class Measurement:
             await self._send(run)
         return run
 
-    def _plan(self, load: Load) -> Workload:
-        return plan(self.source, load, self._fit, is_to_be_sent=True)
+    async def plan(self, load: Load) -> Workload:
+        """Plan a run; a signal is heard meanwhile."""
+        steps = planning(self.source, load, self._fit, is_to_be_sent=True)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                return end.value
+            await asyncio.sleep(0)
 
     async def _send(self, run: Run) -> None:
         await run_open_loop(

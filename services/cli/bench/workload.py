@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Final, Literal, Protocol
@@ -23,6 +23,8 @@ MOST_PROMPT_TOKENS: Final = 200_000_000
 
 MOST_REQUESTS: Final = 1_000_000
 """Of a run, each with a record of its own: another 1 GB."""
+
+PLANNED_AT_ONCE: Final = 1000
 
 Arrivals = Literal["auto", "poisson", "trace"]
 
@@ -112,10 +114,21 @@ class Source(Protocol):
         ...
 
 
-def plan(
+def plan(source: Source, load: Load, fit: Fit = AS_IT_COMES) -> Workload:
+    """Return the requests of one run: see ``planning``."""
+    steps = planning(source, load, fit)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+
+
+def planning(
     source: Source, load: Load, fit: Fit = AS_IT_COMES, *, is_to_be_sent: bool = False
-) -> Workload:
-    """Return the requests of one run. The same arguments give the same requests.
+) -> Generator[None, None, Workload]:
+    """Return the requests of one run. The same arguments give the same requests. It yields now and
+    then: a million of them take a quarter of a minute.
 
     Lengths and arrivals have generators of their own, so that one length stays what it is when the
     rate changes. Raises InvalidRequest: what is to be stretched to a rate comes at one instant, or
@@ -142,6 +155,8 @@ def plan(
         num_tokens += fitted.num_input
         if is_to_be_sent:
             _require_room(source.name, len(asks), num_tokens)
+        if len(asks) % PLANNED_AT_ONCE == 0:
+            yield
         wanted = (_scaled(ask.num_input, fit), _scaled(ask.num_output, fit))
         num_cut += (fitted.num_input, fitted.num_output) != wanted
     return Workload(

@@ -7,6 +7,7 @@ import asyncio
 import math
 import random
 import statistics
+from collections import deque
 from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
@@ -16,10 +17,19 @@ import pytest
 
 from services.cli.bench.endpoints import Description
 from services.cli.bench.flags import BenchFlags
+from services.cli.bench.measurement import Measurement
 from services.cli.bench.open_loop import run_open_loop
 from services.cli.bench.prompts import Prompts
 from services.cli.bench.sources import SHAPES, Trace, fixed
-from services.cli.bench.workload import Ask, Fit, Load, Workload, plan
+from services.cli.bench.workload import (
+    PLANNED_AT_ONCE,
+    Ask,
+    Fit,
+    Load,
+    Workload,
+    plan,
+    planning,
+)
 from shared.errors import InvalidRequest
 
 TRACE = Trace(
@@ -218,6 +228,25 @@ def test_a_flag_that_would_do_nothing_or_too_much_is_refused(
     BenchFlags(rates=(1.0, math.inf), requests=3, burstiness=0.5).check()
 
 
+async def test_a_signal_is_heard_while_a_run_is_planned() -> None:
+    """A million requests take a quarter of a minute."""
+    measurement = Measurement((), fixed(1, 1), BenchFlags())
+    turns = 0
+
+    async def turn() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    async with asyncio.TaskGroup() as tasks:
+        others = tasks.create_task(turn())
+        load = Load(rate=10.0, num_requests=20 * PLANNED_AT_ONCE)
+        assert await measurement.plan(load) == plan(fixed(1, 1), load)
+        others.cancel()
+    assert turns >= 19
+
+
 def test_more_requests_than_memory_holds_are_not_even_planned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -226,7 +255,7 @@ def test_more_requests_than_memory_holds_are_not_even_planned(
     monkeypatch.setattr("services.cli.bench.workload.MOST_PROMPT_TOKENS", 5000)
     load = Load(rate=1e9, duration_s=1e-5)
     with pytest.raises(InvalidRequest, match="one run has more than 1,000 requests"):
-        plan(fixed(1, 1), load, is_to_be_sent=True)
+        deque(planning(fixed(1, 1), load, is_to_be_sent=True), 0)
     with pytest.raises(InvalidRequest, match="or more than 5,000 prompt tokens"):
-        plan(fixed(10, 1), load, is_to_be_sent=True)
+        deque(planning(fixed(10, 1), load, is_to_be_sent=True), 0)
     assert len(plan(fixed(1, 1), load).asks) > 5000
