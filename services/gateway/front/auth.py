@@ -36,7 +36,7 @@ PLAIN_KEY_NAME = "api-key"
 ROLES = "roles"
 """The right to change workers' homes."""
 
-_KEY = re.compile(rf"[!-~]{{1,{MAX_KEY_CHARS}}}")
+_KEY = re.compile(rf"[!-~](?:[ -~]{{0,{MAX_KEY_CHARS - 2}}}[!-~])?")
 _LINE = re.compile(
     r"(?P<name>[A-Za-z0-9._-]{1,64}):(?P<digest>[0-9a-fA-F]{64})(:(?P<salt>[!-~]{1,128}))?"
     r"(?P<words>(\s+((requests_per_minute|concurrent_requests)=\d{1,9}|may=roles))*)"
@@ -250,6 +250,6 @@ def hash_key(
         raise InvalidRequest(
             "a key's name is 1 to 64 characters of A-Z a-z 0-9 . _ -, its salt 1 to 128 visible "
             "ASCII characters without #, its one right is roles, and the key itself is 1 to "
-            f"{MAX_KEY_CHARS} visible ASCII characters"
+            f"{MAX_KEY_CHARS} visible ASCII characters, spaces only between them"
         )
     return line

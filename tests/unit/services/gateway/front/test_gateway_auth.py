@@ -97,10 +97,10 @@ def test_a_key_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_key_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
-    """As some editors write it."""
+    """As some editors write it; and a key may be words."""
     path = tmp_path / "keys"
-    path.write_text(hash_key("alice", "k"), encoding="utf-8-sig")
-    assert KeyRing(path).check("Bearer k").name == "alice"
+    path.write_text(hash_key("alice", "a secret"), encoding="utf-8-sig")
+    assert KeyRing(path).check("Bearer a secret").name == "alice"
 
 
 def test_a_malformed_line_is_named_but_not_shown(tmp_path: Path) -> None:
