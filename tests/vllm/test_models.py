@@ -168,6 +168,15 @@ def test_a_model_that_arguments_change_is_another_one(engine_of: EngineOf) -> No
     assert engine_of("llama", vllm_args="stream_interval=2").spec.fingerprint == plain
 
 
+def test_sinks_and_windows_on_several_threads(engine_of: EngineOf) -> None:
+    """The same answer each time, with the same logprobs: vLLM's kernel would add up memory that
+    nobody has written."""
+    driver = Driver(engine_of("gpt_oss", threads=2))
+    params = greedy(NUM_NEW, logprobs=0)
+    done = [driver.run_alone(prompts()[-1], params) for _ in range(6)]
+    assert all(one.results == done[0].results for one in done)
+
+
 def test_sizes_that_do_not_fit_the_weights_are_told(engine_of: EngineOf) -> None:
     """VLLM asserts them without a word."""
     with pytest.raises(ModelError, match=r"assert .*hf_overrides do not fit its weights\?"):
