@@ -20,7 +20,7 @@ from services.gateway.front.auth import read_keys
 from services.gateway.front.quota import KeyLimits
 from services.gateway.own_policy import load_policy
 from shared import config
-from shared.address import of_this_machine, parse_address
+from shared.address import parse_address
 from shared.config import (
     DecodeConfig,
     GatewayConfig,
@@ -31,6 +31,7 @@ from shared.config import (
 from shared.engine.vllm.release import release
 from shared.engine.vllm.settings import read_arguments, require_effect
 from shared.errors import InvalidRequest, MeshError
+from shared.listening import of_this_machine
 from shared.object_reference import is_reference, load_object
 from shared.quantity import read_quantity, unit_of
 from shared.rpc.tls import MeshTls, TlsFiles, server_context

@@ -12,8 +12,8 @@ from typing import Any
 from grpclib.client import Channel
 from grpclib.protocol import H2Protocol
 
-from shared.address import listen_at
 from shared.http2.connection import ConnectionLimits, GuardedProtocol, client_protocol
+from shared.listening import listen_at
 from shared.messages.message_codec import MessageCodec
 from shared.rpc.call_server import CLOSE_WITHIN_S, CallServer, IsKnown
 from shared.rpc.network import Address

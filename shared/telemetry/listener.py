@@ -15,8 +15,8 @@ from typing import Any, cast
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
-from shared.address import listen_at
 from shared.errors import InvariantViolated
+from shared.listening import listen_at
 
 
 class _ScrapeConnection(web.RequestHandler):

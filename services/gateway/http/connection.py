@@ -31,7 +31,7 @@ from services.gateway.http.messages import (
     head_of,
     too_large,
 )
-from shared.address import listen_at
+from shared.listening import listen_at
 from shared.rpc.network import Address
 from shared.rpc.tls import HANDSHAKE_WITHIN_S, HTTP, ServerTls
 from shared.runtime.groups import TaskGroup, plain_errors

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from shared.address import Address, host_of, listen_at
+from shared.address import Address, host_of
 from shared.http2.connection import ConnectionLimits
+from shared.listening import listen_at
 from shared.rpc.tcp import GuardedChannel, TcpNetwork, closing
 
 
