@@ -169,8 +169,8 @@ def test_a_model_that_arguments_change_is_another_one(engine_of: EngineOf) -> No
 
 
 def test_sinks_and_windows_on_several_threads(engine_of: EngineOf) -> None:
-    """The same answer each time, with the same logprobs: vLLM's kernel would add up memory that
-    nobody has written."""
+    """The same answer each time, with the same logprobs: split among threads, vLLM's kernel gives
+    others."""
     driver = Driver(engine_of("gpt_oss", threads=2))
     params = greedy(NUM_NEW, logprobs=0)
     done = [driver.run_alone(prompts()[-1], params) for _ in range(6)]

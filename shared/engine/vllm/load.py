@@ -68,8 +68,8 @@ def load_vllm(
     _require_possible(config, arguments, device, num_ranks)
     num_threads = torch.get_num_threads() * num_ranks
     if any(name.endswith("sinks") for name in Checkpoint(files).tensors):
-        # With sinks vLLM's CPU kernel adds up what nobody has written, where several threads share
-        # a row's keys and a window leaves some to none of them.
+        # With sinks vLLM's CPU kernel gives other sums each time, where several threads share a
+        # row's keys and a window leaves some to none of them.
         os.environ.setdefault("VLLM_CPU_ATTN_SPLIT_KV", "0")
     with contextlib.ExitStack() as stack:
         meeting, lock = meet()
