@@ -20,7 +20,10 @@ MAX_SHARED_BYTES = 99 << 10
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("capability", "num_kernels"), [(80, 18), (90, 9), (120, 9)])
+@pytest.mark.parametrize(
+    ("capability", "num_kernels"),
+    [(80, 18), (90, 9), pytest.param(120, 9, marks=pytest.mark.nightly)],
+)
 def test_kernels_compile_for(capability: int, num_kernels: int) -> None:
     """To machine code, with tiles that fit into shared memory and 16-bit products on matrix units.
     What multiplies on none is compiled for the oldest device alone."""

@@ -87,6 +87,7 @@ async def test_pydantic_ai(run: Callable[[str, str], Any]) -> None:
     assert got["final"] == got["streamed"] == FINAL
 
 
+@pytest.mark.nightly  # the way of pydantic-ai and instructor
 async def test_llama_index(run: Callable[[str, str], Any]) -> None:
     """An agent runs its tool; typed answers by a call and by a schema."""
     got = await run("llama-index", "llama_index_client.py")
