@@ -199,7 +199,8 @@ def with_own_head(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
     if embedding not in tensors:  # stored once, by the other name
         tensors[embedding] = tensors.pop(head)
         return config
-    is_alike = tensors[head][2:4] == tensors[embedding][2:4]  # dtype and shape
+    one, other = tensors[head], tensors[embedding]
+    is_alike = (one.dtype, one.shape) == (other.dtype, other.shape)
     if is_alike and torch.equal(checkpoint.get(head), checkpoint.get(embedding)):
         return config
     _log.warning(
