@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from bench.engine.model import SIZES, VOCAB, make
 from bench.engine.our_end import End
 from bench.record import Record, ratios, spread
-from shared.engine.guides import Guides
+from shared.engine.sampling.guides import Guides
 from shared.engine.torch_engine import TorchEngine
 from shared.grammar import library
 from shared.request import SamplingParams, WorkItem

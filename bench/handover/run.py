@@ -40,7 +40,7 @@ MAX_TOKENS = 24
 WARM_UP_ANSWERS = 60
 NUM_BLOCKS = 512
 """So few that all of their memory is there when the warm-up ends, as in a worker that has run for a
-while (shared/engine/resident.py)."""
+while (shared/engine/memory/resident.py)."""
 GOAL_MS = 2.0
 VLLM_GOAL_MS = 3.0
 P99_FACTOR = 2.0

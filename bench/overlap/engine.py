@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 
 from shared.engine.base import OnLayer
-from shared.engine.paged_kv import slots_of
+from shared.engine.memory.paged_kv import slots_of
 from shared.kv.layout import KvLayout
 from shared.model_spec import ModelSpec
 from shared.step import RowResult, StepRow

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.record import PROJECT, Record, ratios, spread
-from shared.engine import huge_pages
+from shared.engine.memory import huge_pages
 from shared.engine.torch_engine import TorchEngine
 from shared.runtime.parent import PARENT_FD
 

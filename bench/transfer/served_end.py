@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from bench.transfer.end import done, say
-from shared.engine.staging import digest
+from shared.engine.memory.staging import digest
 from shared.transfer.frames import HEADER_BYTES
 from shared.transport.ucxx import UcxEndpoint, UcxTransport
 

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from shared.engine.paged_kv import PagedKv, slots_of
-from shared.engine.upload import to_device
+from shared.engine.gpu.upload import to_device
+from shared.engine.memory.paged_kv import PagedKv, slots_of
 from shared.errors import LocalProtocolError
 from shared.step import StepRow
 

@@ -10,11 +10,11 @@ import structlog
 import torch
 
 from shared.engine.attention.triton import unsupported as triton_unsupported
-from shared.engine.config import ModelConfig
+from shared.engine.memory.paged_kv import TORCH_DTYPES
+from shared.engine.models.config import ModelConfig
+from shared.engine.models.weights import Checkpoint
 from shared.engine.native.build import NATIVE
 from shared.engine.native.forward import unsupported as native_unsupported
-from shared.engine.paged_kv import TORCH_DTYPES
-from shared.engine.weights import Checkpoint
 from shared.errors import ModelError
 from shared.kv.layout import KvLayout
 

@@ -13,8 +13,8 @@ import torch
 from shared.engine.base import Buffer, Engine, PreparedStep, QueuedStep
 from shared.engine.device import enter_thread, new_staging
 from shared.engine.failures import DeviceFailures
-from shared.engine.guides import Guides
-from shared.engine.streams import Passing, Streams
+from shared.engine.gpu.streams import Passing, Streams
+from shared.engine.sampling.guides import Guides
 from shared.kv.layout import KvLayout
 from shared.model_spec import ModelSpec
 from shared.step import RowResult

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from shared.engine.base import Buffer, Engine, OnLayer
-from shared.engine.guides import Guides, RowMask
+from shared.engine.sampling.guides import Guides, RowMask
 from shared.errors import LocalProtocolError
 from shared.kv.layout import KvLayout
 from shared.model_spec import ModelSpec

@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol
 import torch
 
 from shared.engine.base import OnLayer
-from shared.engine.guides import Masks
-from shared.engine.streams import Passing
+from shared.engine.gpu.streams import Passing
+from shared.engine.sampling.guides import Masks
 from shared.step import RowResult, StepRow, ToCome
 
 

@@ -16,7 +16,7 @@ from shared.config import DecodeConfig, WorkerConfig
 from shared.control_groups import granted_cores, num_cores
 from shared.engine.base import DEFAULT_BLOCK_SIZE, Engine
 from shared.engine.fake import FakeEngine, FakeModel, FakeTiming
-from shared.engine.guides import Guides
+from shared.engine.memory.staging import slots_of_a_way
 from shared.engine.models.registry import read_model_config
 from shared.engine.native.build import (
     INSTRUCTIONS,
@@ -27,7 +27,7 @@ from shared.engine.native.build import (
     find_compiled,
     unsupported,
 )
-from shared.engine.staging import slots_of_a_way
+from shared.engine.sampling.guides import Guides
 from shared.model_folder import ModelFolder, resolve_model
 from shared.object_reference import is_reference, load_object
 from shared.transfer.plan import DEFAULT_MAX_FRAME_BYTES
@@ -52,9 +52,9 @@ def load_engine(config: WorkerConfig, begins: Callable[[str], None] = lambda _: 
     if is_reference(config.engine):
         return load_object(config.engine, "--engine")(folder, config)
     begins("importing torch")
-    from shared.engine.device_memory import MemoryNeeds
+    from shared.engine.gpu.device_memory import MemoryNeeds
+    from shared.engine.memory.paged_kv import TORCH_DTYPES
     from shared.engine.native import library
-    from shared.engine.paged_kv import TORCH_DTYPES
     from shared.engine.torch_engine import TorchEngine
 
     if kernels := _kernels_to_compile(config, ModelFolder(folder)):

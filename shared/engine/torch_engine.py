@@ -16,7 +16,6 @@ import numpy as np
 import structlog
 import torch
 
-from shared.engine import sampler
 from shared.engine.attention.base import AttentionBackend
 from shared.engine.attention.sdpa import SdpaAttention
 from shared.engine.attention.triton import TritonAttention
@@ -28,7 +27,6 @@ from shared.engine.base import (
     PreparedStep,
 )
 from shared.engine.computing import choose, keep_precision
-from shared.engine.decode_buckets import DecodeBuckets
 from shared.engine.device import (
     current,
     name_of,
@@ -36,21 +34,23 @@ from shared.engine.device import (
     resolve_device,
 )
 from shared.engine.device_engine import DeviceEngine, PreparedOnDevice, QueuedOnDevice
-from shared.engine.device_memory import MemoryNeeds, kv_bytes_of, measure
 from shared.engine.failures import DeviceFailures
 from shared.engine.forward import Forward, Passed
-from shared.engine.guides import Guides, Masks
-from shared.engine.layers import LayerOps
+from shared.engine.gpu.decode_buckets import DecodeBuckets
+from shared.engine.gpu.device_memory import MemoryNeeds, kv_bytes_of, measure
+from shared.engine.gpu.recording import CudaRecorder, Recorder
+from shared.engine.gpu.streams import CudaStreams, Streams
+from shared.engine.memory.paged_kv import TORCH_DTYPES, PagedKv
+from shared.engine.memory.resident import available_bytes
 from shared.engine.models.decoder import load_decoder, with_own_head
+from shared.engine.models.layers import LayerOps
 from shared.engine.models.registry import read_model_config
+from shared.engine.models.weights import Checkpoint
 from shared.engine.native.build import NATIVE
 from shared.engine.native.forward import NativeForward
-from shared.engine.paged_kv import TORCH_DTYPES, PagedKv
-from shared.engine.recording import CudaRecorder, Recorder
-from shared.engine.resident import available_bytes
-from shared.engine.streams import CudaStreams, Streams
+from shared.engine.sampling import sampler
+from shared.engine.sampling.guides import Guides, Masks
 from shared.engine.torch_forward import TorchForward
-from shared.engine.weights import Checkpoint
 from shared.errors import LocalProtocolError, ModelError
 from shared.model_folder import ModelFolder
 from shared.model_spec import ModelSpec
@@ -202,7 +202,7 @@ class TorchEngine(DeviceEngine):
             attention: AttentionBackend = SdpaAttention()
             ops = LayerOps()
             if chosen == "triton":
-                from shared.engine.triton_layers import ops_for
+                from shared.engine.gpu.triton_layers import ops_for
 
                 attention = TritonAttention(layout, config.num_heads, is_exact=exact)
                 ops = ops_for(is_exact=exact)

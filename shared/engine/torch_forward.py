@@ -11,13 +11,13 @@ import torch
 from shared.engine.attention.base import AttentionBackend
 from shared.engine.base import OnLayer
 from shared.engine.batch import flatten_rows
-from shared.engine.decode_buckets import DecodeBuckets
 from shared.engine.forward import Choose, Passed, Queued
+from shared.engine.gpu.decode_buckets import DecodeBuckets
+from shared.engine.gpu.streams import Streams
+from shared.engine.gpu.upload import to_device, to_host
+from shared.engine.memory.paged_kv import PagedKv
 from shared.engine.models.decoder import Decoder
-from shared.engine.paged_kv import PagedKv
-from shared.engine.sampler import deny
-from shared.engine.streams import Streams
-from shared.engine.upload import to_device, to_host
+from shared.engine.sampling.sampler import deny
 from shared.step import StepRow, ToCome
 
 

@@ -14,8 +14,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from statistics import quantiles
 
-from shared.engine import staging
 from shared.engine.base import Engine
+from shared.engine.memory import staging
 from shared.engine.worker import ComputeRunner
 from shared.errors import TransferFailed
 from shared.profile import machine

@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 
 from shared.engine.base import Engine
-from shared.engine.resident import available_bytes
+from shared.engine.memory.resident import available_bytes
 from shared.engine.worker import ComputeRunner
 from shared.errors import InvalidRequest
 from shared.kv.journal import Tier

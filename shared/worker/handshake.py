@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from shared import wire
-from shared.engine import staging
 from shared.engine.base import Buffer, Engine
+from shared.engine.memory import staging
 from shared.engine.worker import ComputeRunner
 from shared.errors import RemoteProtocolError, TransferFailed, WorkerLost
 from shared.ids import RandomBytes

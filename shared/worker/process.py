@@ -15,7 +15,7 @@ from shared.address import Address
 from shared.config import WorkerConfig
 from shared.engine.base import Engine
 from shared.engine.load import load_engine
-from shared.engine.resident import Resident
+from shared.engine.memory.resident import Resident
 from shared.engine.work_thread import WorkThread, run_and_end
 from shared.engine.worker import ComputeRunner, ThreadCompute
 from shared.mesh_secret import MeshSecret, mesh_secret

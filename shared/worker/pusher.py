@@ -21,8 +21,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
-from shared.engine import staging
 from shared.engine.base import Engine
+from shared.engine.memory import staging
 from shared.engine.worker import ComputeRunner, StepDone
 from shared.errors import EngineFailed, MeshError, ShuttingDown, TransferFailed, WorkerLost
 from shared.ids import Incarnation

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 import structlog
 
-from shared.engine import staging
 from shared.engine.base import Engine
+from shared.engine.memory import staging
 from shared.engine.worker import ComputeRunner
 from shared.errors import (
     EngineFailed,

@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 import structlog
 
-from shared.engine import staging
 from shared.engine.base import Buffer, Engine
+from shared.engine.memory import staging
 from shared.engine.worker import ComputeRunner
 from shared.errors import EngineFailed, TransferFailed
 from shared.ids import ID_BYTES, RandomBytes

@@ -15,7 +15,7 @@ import structlog
 from shared.address import Address
 from shared.config import DecodeConfig, WorkerConfig
 from shared.engine.base import Engine
-from shared.engine.staging import slots_of_a_way
+from shared.engine.memory.staging import slots_of_a_way
 from shared.engine.worker import ComputeRunner
 from shared.home import Home, Role
 from shared.ids import Incarnation, new_incarnation

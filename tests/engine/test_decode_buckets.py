@@ -13,9 +13,9 @@ import torch
 
 from shared.config import DecodeConfig, PrefillConfig
 from shared.engine import computing, load
-from shared.engine.decode_buckets import DecodeBuckets, bucket_sizes
+from shared.engine.gpu.decode_buckets import DecodeBuckets, bucket_sizes
+from shared.engine.gpu.recording import Recorder, Work
 from shared.engine.native import library
-from shared.engine.recording import Recorder, Work
 from shared.engine.torch_engine import TorchEngine
 from shared.engine.torch_forward import TorchForward
 from shared.engine.worker import BegunStep, ThreadCompute
@@ -311,7 +311,7 @@ def test_rows_with_more_splits_than_there_is_room_for_are_not_replayed(
     triton_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step runs all the same."""
-    monkeypatch.setattr("shared.engine.decode_buckets._SHARED", 0)
+    monkeypatch.setattr("shared.engine.gpu.decode_buckets._SHARED", 0)
     engine = triton_of(max_graph_rows=2)
     recorder = recorded_again(engine, CountingRecorder())
     rows = [row for row in decode_rows(engine, 8) if row.start >= 32][:2]
@@ -374,7 +374,7 @@ def test_tables_too_long_for_the_buffer_are_not_replayed(
     triton_of: EngineOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step runs all the same."""
-    monkeypatch.setattr("shared.engine.decode_buckets.MAX_TABLE_BLOCKS", 4)
+    monkeypatch.setattr("shared.engine.gpu.decode_buckets.MAX_TABLE_BLOCKS", 4)
     engine = triton_of(max_graph_rows=4)
     rows = decode_rows(engine, 4)
     assert max(len(row.block_table) for row in rows) > 1

@@ -14,8 +14,8 @@ torch = pytest.importorskip("torch")
 
 from shared.config import DecodeConfig, PrefillConfig  # noqa: E402
 from shared.engine import load, torch_engine  # noqa: E402
-from shared.engine.decode_buckets import bucket_sizes  # noqa: E402
-from shared.engine.device_memory import (  # noqa: E402
+from shared.engine.gpu.decode_buckets import bucket_sizes  # noqa: E402
+from shared.engine.gpu.device_memory import (  # noqa: E402
     GIB,
     GRAPH_BYTES,
     RUNTIME_BYTES,
@@ -25,7 +25,7 @@ from shared.engine.device_memory import (  # noqa: E402
     largest_steps,
     measure,
 )
-from shared.engine.streams import Streams  # noqa: E402
+from shared.engine.gpu.streams import Streams  # noqa: E402
 from shared.engine.torch_engine import TorchEngine  # noqa: E402
 from shared.errors import EngineFailed  # noqa: E402
 from shared.step import StepRow  # noqa: E402
@@ -129,7 +129,7 @@ def test_measuring_runs_the_largest_steps_and_a_recorded_one(
         sorted_widths.append(tensor.shape[0])
         return sort(tensor, *args, **options)
 
-    monkeypatch.setattr("shared.engine.sampler._NUCLEUS_GUESS", 16)
+    monkeypatch.setattr("shared.engine.sampling.sampler._NUCLEUS_GUESS", 16)
     monkeypatch.setattr(torch.Tensor, "sort", watched)
     cuda = {
         "empty_cache": lambda: None,

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from shared.engine.attention.sdpa import SdpaAttention
-from shared.engine.kv_copies import DeviceCopies, HostCopies, KvCopies
-from shared.engine.paged_kv import PagedKv
+from shared.engine.memory.kv_copies import DeviceCopies, HostCopies, KvCopies
+from shared.engine.memory.paged_kv import PagedKv
 from shared.engine.torch_engine import TorchEngine
 from shared.engine.torch_forward import TorchForward
 from shared.errors import LocalProtocolError

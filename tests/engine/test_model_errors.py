@@ -16,10 +16,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from shared.engine import torch_engine, weights
+from shared.engine import torch_engine
+from shared.engine.models import weights
 from shared.engine.models.registry import read_model_config
+from shared.engine.models.weights import Checkpoint
 from shared.engine.torch_engine import TorchEngine
-from shared.engine.weights import Checkpoint
 from shared.errors import EngineFailed, LocalProtocolError, ModelError
 from shared.model_folder import ModelFolder
 from shared.step import SampleSpec, StepRow

@@ -21,8 +21,8 @@ import torch
 from structlog.testing import capture_logs
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shared.engine.guides import Masks
 from shared.engine.native import build, library
+from shared.engine.sampling.guides import Masks
 from shared.engine.torch_engine import TorchEngine
 from shared.errors import LocalProtocolError, ModelError
 from shared.step import SampleSpec, StepRow

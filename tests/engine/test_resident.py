@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
-from shared.engine import huge_pages, resident
 from shared.engine.fake import FakeEngine
-from shared.engine.resident import (
+from shared.engine.memory import huge_pages, resident
+from shared.engine.memory.resident import (
     LEAST_LEFT_BYTES,
     LOOK_EVERY,
     PIECE_BYTES,

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from shared.engine.streams import StepMarks
+from shared.engine.gpu.streams import StepMarks
 
 
 class SlowDevice:

@@ -13,7 +13,7 @@ from shared.engine.attention import triton
 from shared.engine.attention.sdpa import SdpaAttention
 from shared.engine.attention.triton import TritonAttention
 from shared.engine.batch import StepBatch, flatten_rows
-from shared.engine.paged_kv import TORCH_DTYPES, PagedKv
+from shared.engine.memory.paged_kv import TORCH_DTYPES, PagedKv
 from shared.kv.layout import KvLayout
 from shared.step import StepRow
 from tests.support.interpreted import DEVICE, needs_triton

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shared.engine.layers import LayerOps
+from shared.engine.models.layers import LayerOps
 from tests.support.interpreted import DEVICE, needs_triton
 
 needs_triton()
 
-from shared.engine.triton_layers import TritonOps, ops_for  # noqa: E402
+from shared.engine.gpu.triton_layers import TritonOps, ops_for  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -17,7 +17,7 @@ import pytest
 
 from services.local import local_mesh, plan_services, wait_for_pair
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig
-from shared.engine.device_memory import MemoryNeeds, largest_steps
+from shared.engine.gpu.device_memory import MemoryNeeds, largest_steps
 from shared.engine.torch_engine import TorchEngine
 from shared.engine.torch_forward import TorchForward
 from shared.model_folder import DEMO_FOLDER

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from shared.engine.block_tables import BlockTables  # noqa: E402
-from shared.engine.paged_kv import PagedKv  # noqa: E402
+from shared.engine.memory.block_tables import BlockTables  # noqa: E402
+from shared.engine.memory.paged_kv import PagedKv  # noqa: E402
 from shared.errors import LocalProtocolError  # noqa: E402
 from shared.kv.layout import KvLayout  # noqa: E402
 

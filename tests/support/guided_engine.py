@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from shared.engine.fake import FakeEngine
-from shared.engine.guides import Guides
+from shared.engine.sampling.guides import Guides
 from tests.support.tiny_tokenizer import tiny_tokenizer
 
 

@@ -12,9 +12,9 @@ from typing import Any
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from shared.engine import triton_layers
 from shared.engine.attention import triton_kernels as kernels
 from shared.engine.batch import SPLIT_KEYS
+from shared.engine.gpu import triton_layers
 
 POINTERS = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16"}
 NUMBERS = dict.fromkeys(kernels._NUMBERS, "*i64")

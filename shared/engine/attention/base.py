@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from shared.engine.batch import StepBatch
-from shared.engine.paged_kv import PagedKv
+from shared.engine.memory.paged_kv import PagedKv
 
 
 class AttentionBackend(Protocol):

@@ -17,8 +17,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from shared.engine.batch import RowExtent, StepBatch
-from shared.engine.paged_kv import PagedKv, slots_of
-from shared.engine.upload import to_device
+from shared.engine.gpu.upload import to_device
+from shared.engine.memory.paged_kv import PagedKv, slots_of
 
 MAX_PADDING = 0.25
 """Largest share of a group's gathered slots that may be padding of its shortest row."""

@@ -16,8 +16,8 @@ import torch
 
 from shared.engine.batch import SPLIT_KEYS, PagedRows, StepBatch, flatten_rows
 from shared.engine.device import current
-from shared.engine.paged_kv import TORCH_DTYPES, PagedKv
-from shared.engine.upload import to_device
+from shared.engine.gpu.upload import to_device
+from shared.engine.memory.paged_kv import TORCH_DTYPES, PagedKv
 from shared.kv.layout import KvLayout
 from shared.step import StepRow
 
@@ -152,7 +152,7 @@ def _try(
     layout: KvLayout, num_heads: int, block_size: int, device: torch.device, *, is_exact: bool
 ) -> None:
     """Run every kind of launch once: store, split and whole single tokens, chunks; layers' ops."""
-    from shared.engine.triton_layers import ops_for
+    from shared.engine.gpu.triton_layers import ops_for
 
     num_blocks = -(-(SPLIT_KEYS + 1) // block_size)
     kv = PagedKv(replace(layout, num_layers=1), num_blocks, block_size, device)

@@ -14,15 +14,15 @@ import structlog
 import torch
 from torch.nn import functional as F
 
-from shared.engine import huge_pages
 from shared.engine.attention.base import AttentionBackend
 from shared.engine.base import OnLayer
 from shared.engine.batch import StepBatch
-from shared.engine.config import ModelConfig
-from shared.engine.layers import LayerOps, RotaryEmbedding
-from shared.engine.paged_kv import PagedKv
-from shared.engine.streams import Streams
-from shared.engine.weights import Checkpoint
+from shared.engine.gpu.streams import Streams
+from shared.engine.memory import huge_pages
+from shared.engine.memory.paged_kv import PagedKv
+from shared.engine.models.config import ModelConfig
+from shared.engine.models.layers import LayerOps, RotaryEmbedding
+from shared.engine.models.weights import Checkpoint
 
 _log = structlog.get_logger(__name__)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.engine.config import ConfigReader, ModelConfig, read_common
+from shared.engine.models.config import ConfigReader, ModelConfig, read_common
 
 
 def read_config(reader: ConfigReader) -> ModelConfig:

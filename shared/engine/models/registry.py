@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shared.engine.config import ConfigReader, ModelConfig
 from shared.engine.models import llama, mistral, qwen2, qwen3
+from shared.engine.models.config import ConfigReader, ModelConfig
 from shared.model_folder import ModelFolder
 
 FAMILIES: dict[str, Callable[[ConfigReader], ModelConfig]] = {

@@ -14,17 +14,17 @@ from typing import TypeAlias
 
 import torch
 
-from shared.engine import huge_pages
 from shared.engine.base import OnLayer
-from shared.engine.config import ModelConfig
 from shared.engine.forward import Forward, Passed
-from shared.engine.guides import Masks
-from shared.engine.layers import RotaryEmbedding
+from shared.engine.memory import huge_pages
+from shared.engine.memory.paged_kv import TORCH_DTYPES, PagedKv
+from shared.engine.models.config import ModelConfig
 from shared.engine.models.decoder import DecoderNames, expected_shapes
+from shared.engine.models.layers import RotaryEmbedding
+from shared.engine.models.weights import Checkpoint
 from shared.engine.native import library
 from shared.engine.native.build import Unavailable
-from shared.engine.paged_kv import TORCH_DTYPES, PagedKv
-from shared.engine.weights import Checkpoint
+from shared.engine.sampling.guides import Masks
 from shared.errors import LocalProtocolError
 from shared.step import StepRow
 

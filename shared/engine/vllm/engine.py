@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from shared.engine import sampler
 from shared.engine.base import Buffer, OnLayer, PreparedStep
 from shared.engine.device import name_of
 from shared.engine.device_engine import DeviceEngine, PreparedOnDevice, QueuedOnDevice
 from shared.engine.failures import DeviceFailures
-from shared.engine.guides import Guides
-from shared.engine.paged_kv import check_blocks, check_copy, slots_of
-from shared.engine.streams import Streams
+from shared.engine.gpu.streams import Streams
+from shared.engine.memory.paged_kv import check_blocks, check_copy, slots_of
+from shared.engine.sampling import sampler
+from shared.engine.sampling.guides import Guides
 from shared.engine.vllm.plugins import STEP
 from shared.engine.vllm.pools import Pools
 from shared.engine.vllm.ranks import LayerEvents

@@ -20,9 +20,10 @@ from shared.config import DecodeConfig, WorkerConfig
 from shared.engine.base import DEFAULT_CPU_KV_BYTES
 from shared.engine.device import require_shareable_memory, resolve_device
 from shared.engine.failures import DeviceFailures, words_of
-from shared.engine.guides import Guides
+from shared.engine.gpu.streams import CudaStreams, Streams
 from shared.engine.models.registry import read_model_config
-from shared.engine.streams import CudaStreams, Streams
+from shared.engine.models.weights import Checkpoint
+from shared.engine.sampling.guides import Guides
 from shared.engine.vllm import settings
 from shared.engine.vllm.engine import VllmEngine
 from shared.engine.vllm.meeting import leave, meet, require_room_for_sockets
@@ -30,7 +31,6 @@ from shared.engine.vllm.plugins import RANKS, STEP
 from shared.engine.vllm.pools import DevicePools, HostPools, Pools
 from shared.engine.vllm.ranks import LayerEvents, map_pools, why_failed, write_logging
 from shared.engine.vllm.release import find_compiler
-from shared.engine.weights import Checkpoint
 from shared.errors import EngineFailed, MeshError, ModelError
 from shared.kv.layout import KvLayout
 from shared.model_folder import ModelFolder

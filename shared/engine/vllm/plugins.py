@@ -30,10 +30,10 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDi
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as SlotProcessor
 
-from shared.engine import sampler
 from shared.engine.base import OnLayer
-from shared.engine.guides import Masks
-from shared.engine.upload import to_device
+from shared.engine.gpu.upload import to_device
+from shared.engine.sampling import sampler
+from shared.engine.sampling.guides import Masks
 from shared.engine.vllm.ranks import RankEnd
 from shared.step import SampleSpec
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from shared.engine.staging import is_on_device
+from shared.engine.memory.staging import is_on_device
 from shared.errors import EngineFailed
 from shared.kv.layout import DTYPE_BYTES, KvLayout
 

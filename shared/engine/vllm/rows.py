@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 from vllm.sampling_params import SamplingParams as VllmParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
-from shared.engine import sampler
-from shared.engine.guides import Masks
+from shared.engine.sampling import sampler
+from shared.engine.sampling.guides import Masks
 from shared.engine.vllm.plugins import ROW, Choices, StepMeta
 from shared.request import SamplingParams, TokenLogprobs
 from shared.step import RowResult, SampleSpec, StepRow, ToCome

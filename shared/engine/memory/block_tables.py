@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from shared.engine.paged_kv import PagedKv
-from shared.engine.upload import to_device
+from shared.engine.gpu.upload import to_device
+from shared.engine.memory.paged_kv import PagedKv
 
 
 @dataclass(slots=True)

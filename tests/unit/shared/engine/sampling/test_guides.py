@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from services.gateway.text.grammars import Structure, text_of
-from shared.engine.guides import Guides, Masks
+from shared.engine.sampling.guides import Guides, Masks
 from shared.errors import InvalidRequest, LocalProtocolError
 from shared.request import SamplingParams
 from shared.step import Guide, SampleSpec, StepRow
@@ -165,7 +165,7 @@ def test_of_a_tokenizer_with_more_tokens_than_the_model_has_the_last_never_come(
 
 def test_ready_grammars_are_few(guides: Guides, monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest go; an answer that has begun keeps its own."""
-    monkeypatch.setattr("shared.engine.guides.MAX_READY", 2)
+    monkeypatch.setattr("shared.engine.sampling.guides.MAX_READY", 2)
     guide = Guide(a_grammar(["ab"], "choice"), ())
     masks_of(guides, [a_row(guide, 0)])
     for number in range(5):
@@ -177,13 +177,13 @@ def test_what_waited_for_its_grammar_has_it_in_its_first_step(
     guides: Guides, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many others were made ready since: a step never compiles what was expected."""
-    monkeypatch.setattr("shared.engine.guides.MAX_READY", 2)
+    monkeypatch.setattr("shared.engine.sampling.guides.MAX_READY", 2)
     sequence = a_sequence(grammar=a_grammar(PERSON))
     guides.expect(sequence.sampling.grammar).result()
     wait_for_grammar(sequence, guides.expect, Worker().scheduler, lambda: None)
     for number in range(5):
         guides.expect(a_grammar([f"x{number}"], "choice")).result()
-    monkeypatch.setattr("shared.engine.guides.matcher", None)
+    monkeypatch.setattr("shared.engine.sampling.guides.matcher", None)
     assert not masks_of(guides, [a_row(sequence.guide, 0)]).failures
 
 

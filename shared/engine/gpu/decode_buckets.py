@@ -40,11 +40,11 @@ from shared.engine.batch import (
     check_tokens,
     num_blocks_needed,
 )
-from shared.engine.block_tables import BlockTables
+from shared.engine.gpu.recording import Recorder, Work
+from shared.engine.gpu.streams import Streams
+from shared.engine.memory.block_tables import BlockTables
+from shared.engine.memory.paged_kv import PagedKv
 from shared.engine.models.decoder import Decoder
-from shared.engine.paged_kv import PagedKv
-from shared.engine.recording import Recorder, Work
-from shared.engine.streams import Streams
 from shared.step import StepRow, ToCome
 
 _log = structlog.get_logger(__name__)

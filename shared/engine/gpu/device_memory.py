@@ -17,7 +17,7 @@ import structlog
 import torch
 
 from shared.config import STEP_TOKENS
-from shared.engine.decode_buckets import bucket_sizes
+from shared.engine.gpu.decode_buckets import bucket_sizes
 from shared.errors import EngineFailed
 from shared.request import SamplingParams
 from shared.step import SampleSpec, StepRow

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shared.engine.upload import to_device
+from shared.engine.gpu.upload import to_device
 from shared.errors import LocalProtocolError
 
 _RAW_DTYPES = {4: (torch.int32, np.int32), 2: (torch.int16, np.int16)}

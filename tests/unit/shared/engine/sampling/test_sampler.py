@@ -13,8 +13,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from shared.engine.guides import Masks  # noqa: E402
-from shared.engine.sampler import (  # noqa: E402
+from shared.engine.sampling.guides import Masks  # noqa: E402
+from shared.engine.sampling.sampler import (  # noqa: E402
     Sampled,
     deny,
     is_plain_greedy,

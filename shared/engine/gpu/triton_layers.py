@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from shared.engine.attention.triton_kernels import IS_INTERPRETED
-from shared.engine.layers import LayerOps
+from shared.engine.models.layers import LayerOps
 
 _TILE = 1024
 """Items of a program that works item by item."""

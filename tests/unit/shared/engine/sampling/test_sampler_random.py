@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shared.engine.philox import philox4x32, uniforms
+from shared.engine.sampling.philox import philox4x32, uniforms
 
 
 @pytest.mark.parametrize(

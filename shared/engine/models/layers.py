@@ -11,7 +11,7 @@ import math
 import torch
 from torch.nn import functional as F
 
-from shared.engine.config import Rope
+from shared.engine.models.config import Rope
 
 
 class LayerOps:

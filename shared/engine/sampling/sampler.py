@@ -22,9 +22,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from shared.engine.guides import Masks
-from shared.engine.philox import uniforms
-from shared.engine.upload import to_device
+from shared.engine.gpu.upload import to_device
+from shared.engine.sampling.guides import Masks
+from shared.engine.sampling.philox import uniforms
 from shared.request import GREEDY_BELOW, SamplingParams, TokenLogprobs
 from shared.step import SampleSpec
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from shared.engine import staging
+from shared.engine.memory import staging
 from shared.errors import EngineFailed
 from shared.transfer.frames import HEADER_BYTES
 from tests.support.stamped_kv import StampedKv

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from shared.engine import huge_pages
-from shared.engine.kv_copies import copies_of
+from shared.engine.memory import huge_pages
+from shared.engine.memory.kv_copies import copies_of
 from shared.errors import LocalProtocolError
 from shared.kv.layout import KvLayout
 

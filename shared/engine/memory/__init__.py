@@ -1,0 +1,1 @@
+"""Where KV lies: the pool of blocks, its copies to and from the wire, and the memory below."""
