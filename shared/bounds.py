@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from functools import cache
 from typing import Any, Literal, NamedTuple, get_type_hints
 
@@ -19,6 +20,9 @@ OverloadName = Literal["off", "stage", "early", "predicted"]
 
 PlannerName = Literal["off", "advise", "act"]
 """What ``--planner`` takes (``core/scaling/autoscaler.py``)."""
+
+ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s*]+")
+"""What ``--cors-origins`` takes; apps that are made of a browser have schemes of their own."""
 
 MOST_PLANNED = 1024
 """Most workers that are planned."""

@@ -17,6 +17,7 @@ from typing import Annotated, Final, get_args
 from shared.address import Address, is_loopback, parse_address
 from shared.bounds import (
     MOST_PLANNED,
+    ORIGIN,
     AboveZero,
     Between,
     Host,
@@ -221,8 +222,8 @@ class GatewayConfig(ServiceConfig):
     """Most answers to one prompt (n)."""
 
     cors_origins: str = ""
-    """Origins whose pages may ask from a browser, as https://example.org, separated by commas, or
-    * for any; empty: only the gateway's own page."""
+    """Origins whose pages may ask from a browser, as https://example.org or app://obsidian.md,
+    separated by commas, or * for any; empty: only the gateway's own page."""
 
     trust_templates: bool = False
     """Let requests bring their own chat template, as vLLM's --trust-request-chat-template: a
@@ -270,9 +271,7 @@ class GatewayConfig(ServiceConfig):
             last = getattr(self, name) + self.gateway_processes - 1
             _require(last < 65536, name, "leaves too few ports above it for all processes")
         is_planned = self.planner != "off" or not self.max_workers
-        _require(
-            is_planned, "max_workers", "is the most that --planner act may want: give that, too"
-        )
+        _require(is_planned, "max_workers", "is the most that --planner act may want: give that")
         has_key = self.tls_key is not None
         _require((self.tls_cert is not None) == has_key, "tls_cert", "goes together with --tls-key")
         _require(has_key or self.tls_client_ca is None, "tls_client_ca", "needs --tls-cert, too")
@@ -283,7 +282,7 @@ class GatewayConfig(ServiceConfig):
             _require(self.has_keys or not getattr(self, name), name, rule)
         if self.metrics_address:
             parse_address(self.metrics_address, param="metrics_address")
-        are_origins = all(re.fullmatch(r"\*|https?://[^/\s*]+", name) for name in self.origins)
+        are_origins = all(ORIGIN.fullmatch(name) for name in self.origins)
         _require(are_origins, "cors_origins", "must be origins as https://example.org, or *")
 
 

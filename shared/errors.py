@@ -68,7 +68,7 @@ class Unauthorized(MeshError):
 
 
 class Forbidden(MeshError):
-    """The caller's API key is known, but lacks the right to ask for this."""
+    """The caller may not ask for this: its API key lacks the right, or it is a foreign page."""
 
     type = "forbidden"
 

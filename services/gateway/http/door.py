@@ -84,11 +84,11 @@ def serve_http(
 
     origins: whose pages may ask, too.
     """
-    others = AllowedOrigins(origins) if origins else None
+    pages = AllowedOrigins(origins)
     return listen(
-        Routes(front, HttpDoor(front).routes(), others).handle,
+        Routes(front, HttpDoor(front).routes(), pages).handle,
         address,
-        headers_for=others and others.headers_for,
+        headers_for=pages.headers_for if origins else None,
         own_port=own_port,
         drain_s=drain_s,
         reuse_port=reuse_port,

@@ -257,10 +257,8 @@ def _error_statuses(route: Route) -> set[int]:
         statuses.add(401)
     if route.policy is Policy.METERED:
         statuses.add(429)
-    if route.policy is Policy.ROLES:
-        statuses.add(403)
     if route.body is not None:
-        statuses |= {413, 504}
+        statuses |= {403, 413, 504}
     if route.needs_workers or route.body is not None:
         statuses |= {404, 503}
     if "{" in route.path:

@@ -26,7 +26,7 @@ from services.gateway.http.bodies import ErrorBody
 from services.gateway.http.connection import HttpRequest
 from services.gateway.http.json_body import Body, parse_body, plain
 from services.gateway.http.messages import Response, error_response
-from shared.errors import DeadlinePassed, InvalidRequest, NotFound
+from shared.errors import DeadlinePassed, Forbidden, InvalidRequest, NotFound
 from shared.telemetry.moments import Moment, note
 
 BODY_TIMEOUT_S = 30.0
@@ -109,8 +109,30 @@ class AllowedOrigins:
     standard, "CORS protocol"). Without ``--cors-origins`` nothing is said; our own page needs none.
     """
 
-    def __init__(self, origins: frozenset[str]) -> None:
+    def __init__(self, origins: frozenset[str] = frozenset()) -> None:
         self._origins = origins
+
+    def check(self, request: HttpRequest) -> None:
+        """Refuse a page that asks in its visitor's name (cross-site request forgery).
+
+        A browser sends a page's plain-text POST to any address that it reaches, also to a gateway
+        without keys on the visitor's own machine, and keeps the page from the answer alone. What
+        is no browser says neither header. (Fetch Metadata, section 2.4; RFC 6454, section 7.)
+
+        Raises Forbidden.
+        """
+        origin, site = request.headers.get("Origin"), request.headers.get("Sec-Fetch-Site")
+        if request.method != "POST" or (origin is None and site is None) or self._may_ask(request):
+            return
+        if site is not None:
+            is_ours = site in ("same-origin", "none")
+        else:  # an old browser, or plain HTTP to another machine
+            is_ours = str(origin).partition("://")[2] == request.headers.get("Host")
+        if not is_ours:
+            raise Forbidden(
+                "a page of another origin may not ask: the gateway's --cors-origins says which may",
+                code="cross_origin",
+            )
 
     def headers_for(self, request: HttpRequest) -> Mapping[str, str]:
         """Return what every response to this request says to its browser."""
@@ -140,14 +162,14 @@ class AllowedOrigins:
 class Routes:
     """The route table at work: each route behind the guard, and nothing else.
 
-    origins: whose pages may ask, too.
+    pages: whose pages may ask, too; None = the gateway's own alone.
     """
 
     def __init__(
-        self, front: FrontDoor, routes: Sequence[Route], origins: AllowedOrigins | None = None
+        self, front: FrontDoor, routes: Sequence[Route], pages: AllowedOrigins | None = None
     ) -> None:
         self._front = front
-        self._origins = origins
+        self._pages = AllowedOrigins() if pages is None else pages
         self._known = {route.path: route.method for route in routes}
         self._plain: dict[str, dict[str, Route]] = {}
         self._patterns: dict[re.Pattern[str], dict[str, Route]] = {}
@@ -162,7 +184,7 @@ class Routes:
 
     async def handle(self, request: HttpRequest) -> Response | None:
         """Answer one request: the ``Handler`` of a listener."""
-        if self._origins is not None and (answer := self._origins.preflight(request)) is not None:
+        if (answer := self._pages.preflight(request)) is not None:
             return answer
         methods = self._plain.get(request.path) or self._match(request)
         route = methods.get(request.method)
@@ -190,6 +212,7 @@ class Routes:
     async def _guarded(self, route: Route, request: HttpRequest, call: Call) -> Response | None:
         front, headers, caller = self._front, request.headers, call.caller
         try:
+            self._pages.check(request)
             if route.policy is not Policy.ANYBODY:
                 caller = call.caller = front.authenticate(
                     caller,

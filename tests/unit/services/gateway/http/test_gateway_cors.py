@@ -60,8 +60,44 @@ async def test_a_browser_that_asks_beforehand_is_told_what_it_may_send() -> None
 @pytest.mark.parametrize("origins", [set[str](), {"https://other.org"}])
 async def test_other_pages_are_told_nothing(origins: set[str]) -> None:
     """By default none may; an allowed one does not open the door to another."""
-    status, said = await asked(origins, "POST", CHAT, PAGE, json={"messages": HI})
+    status, said = await asked(origins, "GET", "/v1/models", PAGE)
     assert (status, said) == (200, {})
     ask = {"Access-Control-Request-Method": "POST"}
     status, said = await asked(origins, "OPTIONS", CHAT, PAGE, headers=ask)
     assert (status, said) == (405, {})
+
+
+FORGED = {"Content-Type": "text/plain"}  # for which a browser does not ask beforehand
+CROSS, SAME_SITE, SAME, TYPED = (
+    {"Sec-Fetch-Site": site} for site in ("cross-site", "same-site", "same-origin", "none")
+)
+
+
+@pytest.mark.parametrize(
+    "headers", [{}, CROSS, SAME_SITE, {"Origin": "null"}, {"Origin": "http://["}]
+)
+@pytest.mark.parametrize("path", [CHAT, "/cluster/workers/w/role"])
+async def test_another_page_cannot_ask_in_its_visitors_name(
+    headers: dict[str, str], path: str
+) -> None:
+    """A gateway without keys on the visitor's machine computes nothing and moves no role for it."""
+    body = b'{"messages": [{"role": "user", "content": "hi"}]}'
+    status, _ = await asked(set(), "POST", path, PAGE, data=body, headers=FORGED | headers)
+    assert status == 403
+
+
+@pytest.mark.parametrize("headers", [SAME, TYPED])
+async def test_our_own_page_may_ask_behind_a_proxy_that_names_another_host(
+    headers: dict[str, str],
+) -> None:
+    """A browser's word counts before the Host that arrives."""
+    status, _ = await asked(set(), "POST", CHAT, PAGE, json={"messages": HI}, headers=headers)
+    assert status == 200
+
+
+async def test_without_a_browsers_word_the_host_decides() -> None:
+    """An old browser, or plain HTTP to another machine."""
+    ours = {"Host": "mesh.internal:8000"}
+    for origin, due in (("http://mesh.internal:8000", 200), ("http://mesh.internal", 403)):
+        status, _ = await asked(set(), "POST", CHAT, origin, json={"messages": HI}, headers=ours)
+        assert status == due
