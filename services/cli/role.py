@@ -17,7 +17,7 @@ from services.cli.client import (
     unreachable,
 )
 from services.cli.sources import PLAIN
-from shared.errors import InvalidRequest
+from shared.errors import InvalidRequest, NotFound
 
 
 def role(
@@ -67,8 +67,7 @@ async def _move(worker: str, home: str, gateway: RunningGateway) -> dict[str, An
 
 
 def _named(worker: str, workers: list[dict[str, Any]]) -> str:
-    """Return the incarnation of the one worker that is meant; of none the word itself, so that the
-    gateway says what is wrong with it."""
+    """Return the incarnation of the one worker that is meant. Raises NotFound, InvalidRequest."""
     meant = [
         it["incarnation"]
         for it in workers
@@ -76,4 +75,6 @@ def _named(worker: str, workers: list[dict[str, Any]]) -> str:
     ]
     if len(meant) > 1 or not worker:
         raise InvalidRequest(f"{worker!r} may be any of {len(meant)} workers: give more of it")
-    return meant[0] if meant else worker
+    if not meant:
+        raise NotFound(f"no worker {worker!r} is in the mesh: `pdmesh top` lists those that are")
+    return meant[0]

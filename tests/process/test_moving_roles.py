@@ -215,8 +215,8 @@ async def test_what_cannot_be_moved_is_refused_in_one_line(mesh: ProcessMesh) ->
     (token,) = (worker for worker in before if worker["home"] == "token")
     (one_role,) = (worker for worker in before if not worker["moves"])
     refusals = {
-        ("00ff00ff00ff00ff", "token"): "no worker 00ff00ff00ff00ff is in the mesh: `pdmesh top`",
-        ("not-a-worker", "token"): "16 hexadecimal digits, not 'not-a-worker': GET /cluster has",
+        ("00ff00ff00ff00ff", "token"): "no worker '00ff00ff00ff00ff' is in the mesh: `pdmesh top`",
+        ("not-a-worker", "token"): "no worker 'not-a-worker' is in the mesh: `pdmesh top` lists",
         (token["address"], "prompt"): "is the last one for tokens: start another one",
         (one_role["incarnation"], "token"): "serves prefill alone: start one that serves both",
     }

@@ -8,7 +8,7 @@ from aiohttp import web
 from services.cli.client import RunningGateway
 from services.cli.flags import CannotRun
 from services.cli.role import _move, _named
-from shared.errors import InvalidRequest
+from shared.errors import InvalidRequest, NotFound
 
 
 async def _cluster(request: web.Request) -> web.Response:
@@ -43,3 +43,10 @@ def test_a_worker_is_named_by_more_than_chance(worker: str, count: int) -> None:
     workers = [{"incarnation": f"a{idx}", "address": f"10.0.0.{idx}:9000"} for idx in range(count)]
     with pytest.raises(InvalidRequest, match="give more of it"):
         _named(worker, workers)
+
+
+def test_a_worker_that_is_not_there_is_named_as_it_was_typed() -> None:
+    """By an address, too: nobody is told that it should have been an incarnation."""
+    workers = [{"incarnation": "a0", "address": "10.0.0.1:9000"}]
+    with pytest.raises(NotFound, match=r"no worker '10.0.0.7:8001' is in the mesh: `pdmesh top`"):
+        _named("10.0.0.7:8001", workers)
