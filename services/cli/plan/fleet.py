@@ -126,6 +126,8 @@ class FleetFlags:
         given: dict[str, float] = {}
         for word in self.price.lower().replace(" ", "").split(","):
             name, _, number = word.partition("=")
+            if name in given:
+                raise InvalidRequest(f"--price has two prices of {name}: give one")
             try:
                 given[name] = float(number)
             except ValueError:

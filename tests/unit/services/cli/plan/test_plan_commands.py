@@ -125,6 +125,7 @@ def test_kv_of_a_folder(
         ("fleet --price a100=free --device a100", "--price must be like"),
         ("fleet --price a100=nan --device a100", "--price must be like"),
         ("fleet --price a100=2,h100=3", "--price has one price"),
+        ("fleet --price a100=1,A100=3 --device a100", "--price has two prices of a100"),
         ("fleet --price a100=2 --device h100", "--price says nothing of h100"),
         ("fleet --budget nan", "--budget must be above 0"),
         ("fleet --budget inf", "--budget must be above 0"),
