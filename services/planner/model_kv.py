@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any, Final
 
 from services.planner.core.kv_size import PUBLISHED, KvShape
+from shared.engine.models.config import ModelConfig
+from shared.engine.models.registry import read_model_config
 from shared.errors import InvalidRequest, ModelError
 from shared.model_folder import ModelFolder, resolve_model
 
@@ -32,6 +34,14 @@ def kv_shape(name: str) -> KvShape:
     return folder_shape(folder)
 
 
+def _of_family(folder: ModelFolder) -> ModelConfig | None:
+    """Return what our engine reads there, its family's defaults included, None = it runs it not."""
+    try:
+        return read_model_config(folder)
+    except ModelError:
+        return None
+
+
 def folder_shape(folder: ModelFolder) -> KvShape:
     """Return what config.json says. Raises ModelError: a number is missing or makes no sense."""
     config = folder.text_config
@@ -53,13 +63,17 @@ def folder_shape(folder: ModelFolder) -> KvShape:
     latent = 0
     if config.get("kv_lora_rank"):
         latent = whole("kv_lora_rank") + whole("qk_rope_head_dim")
-    has_kv_heads = config.get("num_key_value_heads") is not None
+    family = _of_family(folder)
     # transformers 4 calls it torch_dtype; beside a text_config it may stand outside of it.
     parts = (config, folder.config)
     dtype = next((found for it in parts if (found := it.get("dtype") or it.get("torch_dtype"))), "")
-    head_dim = whole("head_dim") if config.get("head_dim") is not None else hidden // heads
     num_layers = whole("num_hidden_layers", "n_layer")
-    num_kv_heads = whole("num_key_value_heads") if has_kv_heads else heads
+    if family is not None:
+        head_dim, num_kv_heads = family.head_dim, family.num_kv_heads
+    else:
+        has_kv_heads = config.get("num_key_value_heads") is not None
+        num_kv_heads = whole("num_key_value_heads") if has_kv_heads else heads
+        head_dim = whole("head_dim") if config.get("head_dim") is not None else hidden // heads
     num_weights = 0.0
     # Only of the family whose layers are these products: gated, dense, without a latent.
     has_known_layers = "intermediate_size" in config and "vocab_size" in config

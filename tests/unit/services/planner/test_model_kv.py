@@ -28,3 +28,25 @@ def test_where_a_config_says_its_dtype(config: dict[str, Any], tmp_path: Path) -
     """By either name, in its part about text or outside of it; that part counts first."""
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert folder_shape(ModelFolder(tmp_path)).bytes_per_element == 4.0
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config", "kv_heads", "head_dim"),
+    [
+        ("mistral", {}, 8, 16),
+        ("mistral", {"num_key_value_heads": None}, 32, 16),
+        ("qwen3", {}, 32, 128),
+        ("qwen3", {"num_key_value_heads": 4, "head_dim": 64}, 4, 64),
+        ("of-nobody", {}, 32, 16),
+    ],
+)
+def test_what_a_config_leaves_out_is_its_familys(
+    model_type: str, config: dict[str, Any], kv_heads: int, head_dim: int, tmp_path: Path
+) -> None:
+    """As the engine reads it; of a family that it does not run, as many heads of KV as of
+    queries."""
+    sizes = {"num_attention_heads": 32, "hidden_size": 512, "num_hidden_layers": 2}
+    known = {"model_type": model_type, "vocab_size": 99, "intermediate_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, **known, **config}))
+    shape = folder_shape(ModelFolder(tmp_path))
+    assert (shape.num_kv_heads, shape.head_dim) == (kv_heads, head_dim)
