@@ -36,7 +36,7 @@ _SUFFIXES: Final = {
     "dram_cache": ("B", _SIZES),
     "cache_size": ("B", _SIZES),
 }
-_QUANTITY: Final = re.compile(r"\s*(\d+(?:\.\d+)?(?:e[+-]?\d{1,3})?)\s*([A-Za-z]*)\s*")
+_QUANTITY: Final = re.compile(r"\s*(\d{1,99}(?:\.\d{1,99})?(?:e[+-]?\d{1,2})?)\s*([A-Za-z]*)\s*")
 
 
 def unit_of(name: str) -> str:

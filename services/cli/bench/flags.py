@@ -34,8 +34,6 @@ def seconds(flag: str, text: str) -> float:
         return float(read_quantity(text, "s"))
     except ValueError as error:
         raise InvalidRequest(f"{flag} {error}") from None
-    except OverflowError:
-        raise InvalidRequest(f"{flag} must be less than {text}") from None
 
 
 def _seconds(_: Any, tokens: Sequence[Token]) -> float:

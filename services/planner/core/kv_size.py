@@ -12,7 +12,7 @@ from typing import Final
 
 from shared.errors import InvalidRequest
 
-_LINK: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kMGT]i?)?([Bb])(?:/s|ps)\s*")
+_LINK: Final = re.compile(r"\s*(\d{1,99}(?:\.\d{1,99})?)\s*([kMGT]i?)?([Bb])(?:/s|ps)\s*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -79,7 +79,8 @@ def test_a_quantity_is_read_in_the_unit_of_its_setting(text: str, unit: str, val
 
 
 @pytest.mark.parametrize(
-    "text", ["30", "30 sec", "s", "-1 s", "1 GiB", "1,5 s", "", "1 S", "1e9999 s"]
+    "text",
+    ["30", "30 sec", "s", "-1 s", "1 GiB", "1,5 s", "", "1 S", "1e999 s", "9" * 5000 + " s"],
 )
 def test_a_text_that_is_no_duration_is_refused_with_the_units(text: str) -> None:
     """The reader learns what is possible."""
@@ -277,7 +278,7 @@ def test_a_local_mesh_takes_each_section_for_its_role(file: Path) -> None:
         ("[mesh]\nblock_size = 1.5", "[mesh] block_size must be a whole number"),
         ("[mesh]\nblock_size = true", "[mesh] block_size must be a number"),
         ("[mesh]\nblock_size = inf", "[mesh] block_size cannot convert float infinity"),
-        ('[mesh]\ndrain_s = "1e400 h"', "[mesh] drain_s integer division result too large"),
+        ('[mesh]\ndrain_s = "1e400 h"', "[mesh] drain_s must be a number with a unit"),
         ("[gateway]\nrequest_timeout_s = inf", "[gateway] request_timeout_s must be 0..1000000000"),
         ("[mesh]\ncache_prefixes = 1", "[mesh] cache_prefixes must be true or false, not 1"),
         ("[mesh]\nmodel = 3", "[mesh] model must be text in quotes, not 3"),
