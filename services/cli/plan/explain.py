@@ -79,8 +79,10 @@ def explain(
             one_more()
         found.most_rate = goodput(flags, shape, flags.rate, one_more=one_more)
         found.headroom = found.most_rate / flags.rate
-        if found.headroom >= 1:
+        if (run.attained or 0.0) >= flags.attainment:
             found.misses = [name for name in others if found.sensitivity[name] < flags.attainment]
+            if found.headroom < 1:  # more than the bound: no queue is long enough yet
+                found.misses.append("requests without end")
         if has_runner_up:
             requests = flags.requests([part.unit for part in shape.parts])
             for other in neighbours(shape):

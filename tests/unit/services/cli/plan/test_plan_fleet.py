@@ -13,7 +13,7 @@ from services.cli import main
 from services.cli.bench.report import read_rows
 from services.cli.interrupts import EXIT_INTERRUPTED
 from services.cli.plan import explain, fleet
-from services.cli.plan.explain import goodput
+from services.cli.plan.explain import Explained, goodput
 from services.cli.plan.fleet import FleetFlags
 from services.cli.plan.sim_flags import SimFlags
 from services.cli.plan.times_flags import TimesFlags
@@ -175,6 +175,20 @@ def test_the_highest_rate_is_found_from_far_above() -> None:
     """The search begins where queues no longer grow for ever."""
     flags = SimFlags(rate=1e5, num_requests=40)
     assert goodput(flags, read_mesh("1P+1D"), flags.rate) > 1.0
+
+
+def test_a_rate_beyond_the_bound_is_not_safe_however_short_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All that come attain before the queues are long, and the closed forms know better."""
+    monkeypatch.setattr(explain, "MOST_RUNS", 2)
+    flags = SimFlags(rate=14.0, num_requests=10)
+    run = flags.run(read_mesh("2P+1D"))
+    assert run.attained == 1.0
+    explain.explain(flags, run, found := Explained.of(run))
+    assert found.headroom is not None
+    assert found.headroom < 1.0
+    assert found.misses[-1] == "requests without end"
 
 
 @pytest.mark.slow
