@@ -141,9 +141,11 @@ def planning(
     times = _times(load, random.Random(f"arrivals {load.seed}"))
     asks: list[Ask] = []
     num_cut = num_skipped = num_tokens = 0
-    for ask in source.asks(random.Random(f"lengths {load.seed}")):
+    for num_read, ask in enumerate(source.asks(random.Random(f"lengths {load.seed}"))):
         if len(asks) == load.num_requests:
             break
+        if num_read % PLANNED_AT_ONCE == PLANNED_AT_ONCE - 1:
+            yield
         fitted = _fitted(ask, fit)
         if fitted is None:
             num_skipped += 1
@@ -155,8 +157,6 @@ def planning(
         num_tokens += fitted.num_input
         if is_to_be_sent:
             _require_room(source.name, len(asks), num_tokens)
-        if len(asks) % PLANNED_AT_ONCE == 0:
-            yield
         wanted = (_scaled(ask.num_input, fit), _scaled(ask.num_output, fit))
         num_cut += (fitted.num_input, fitted.num_output) != wanted
     return Workload(
