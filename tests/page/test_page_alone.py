@@ -308,3 +308,16 @@ async def test_the_cluster_is_asked_each_second_and_only_while_somebody_looks(
     assert tab.paths.count("/cluster") == num_asked
     async with tab.page.expect_response("**/cluster"):
         await tab.page.evaluate(LOOK_AWAY, False)
+
+
+async def test_another_page_has_nothing_computed(visit: Any, serve: Any) -> None:
+    """A browser sends a plain-text POST of a page from elsewhere, and it is refused."""
+    mesh = ScriptedMesh()
+    url, elsewhere = await serve(mesh), await serve(ScriptedMesh())  # two ports are two origins
+    tab = await visit(url)
+    tab.expected = [elsewhere, FAILED]
+    await tab.page.goto(elsewhere + "/health")
+    forge = """url => fetch(url, { method: "POST", mode: "no-cors",
+      body: '{"messages": [{"role": "user", "content": "hi"}]}' }).then(answer => answer.type)"""
+    assert await tab.page.evaluate(forge, url + "/v1/chat/completions") == "opaque"  # it was sent
+    assert not mesh.requests
