@@ -141,7 +141,10 @@ class Client:
             for event in events:
                 _, _, body = event.partition(b"data: {")
                 if body:
-                    choice = json.loads(b"{" + body)["choices"][0]
+                    said = json.loads(b"{" + body)
+                    if "error" in said:  # nothing that the bench measures: too few cores, mostly
+                        sys.exit(f"an answer broke: {said['error']}")
+                    choice = said["choices"][0]
                     answer.arrived_at += [now] * len((choice["logprobs"] or {}).get("tokens", ()))
         head = received.partition(b"\r\n\r\n")[0].decode().lower()
         if not head.startswith("http/1.1 200") or len(answer.arrived_at) != MAX_TOKENS:
