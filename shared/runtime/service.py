@@ -13,9 +13,11 @@ that it is ready. Knows no role.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import importlib.util
 import os
+import resource
 import signal
 import sys
 import time
@@ -98,6 +100,7 @@ def run_service(name: str, main: Main, *, drain_s: float = 30.0, is_realtime: bo
     came first. A second signal does not return: the process ends with 128 + its number.
     """
     parent = Parent()
+    allow_many_connections()
     try:
         if is_realtime:
             realtime.take(RealTime.LOOP)
@@ -128,6 +131,17 @@ def run_configured(name: str, kind: type[Config], run: Callable[[Config], int]) 
         return run_service(name, refuse)
     configure_logs(service=name, level=config.log_level, form=config.log_format)
     return run(config)
+
+
+def allow_many_connections() -> None:
+    """Raise our limit of open files as far as the system lets us, which needs no right.
+
+    Each client is a file, and 1,024, with which shells and systemd begin, is for what calls
+    ``select``: past it connections were reset without a word.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def ending_signals() -> tuple[signal.Signals, ...]:

@@ -237,3 +237,11 @@ async def test_stdout_stays_empty_and_lines_are_json() -> None:
     assert code == EXIT_OK
     events = [orjson.loads(line)["event"] for line in stderr.splitlines()]
     assert events == ["ready", "stopping"]
+
+
+async def test_a_service_may_open_as_many_files_as_the_system_lets_it() -> None:
+    """Not as few as its shell began with."""
+    few = "import resource, os\nresource.setrlimit(resource.RLIMIT_NOFILE, (64, 512))"
+    async with child("process.tell(opened=len([os.dup(2) for _ in range(200)]))", patch=few) as end:
+        assert await end.facts() == {"opened": 200}
+        assert (await end.ended())[0] == EXIT_OK

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
-import resource
 import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import NoReturn
@@ -19,6 +18,7 @@ from services.cli.bench.endpoints import ServerEndpoint
 from services.cli.bench.prompts import DEFAULT_VOCAB, Prompts
 from services.cli.bench.records import Ending, Record, Run
 from services.cli.bench.workload import Workload
+from shared.runtime.service import allow_many_connections
 
 ANSWER_WITHIN_S = 600.0
 LOOK_EVERY_S = 0.01
@@ -38,14 +38,6 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
     import uvloop
 
     return uvloop.new_event_loop()
-
-
-def allow_many_connections() -> None:
-    """Raise our limit of open files as far as the system lets us."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 async def run_open_loop(

@@ -264,14 +264,14 @@ def check_memlock(limit: int, has_rdma: bool) -> Finding:
     return absent(name, f"{text}; only RDMA needs more")
 
 
-def check_open_files(soft: int, hard: int) -> Finding:
-    """Each client and each worker is a socket."""
+def check_open_files(most: int) -> Finding:
+    """most: the hard limit, which services take. Each client and each worker is a socket."""
     name, endless = "open files", resource.RLIM_INFINITY
-    if soft == endless or soft >= WANTED_FILES:
-        return right(name, "unlimited" if soft == endless else f"{soft:,}")
-    how = "" if hard == endless or hard >= WANTED_FILES else ", as root"
-    remedy = f"ulimit -n {WANTED_FILES}{how} (systemd: LimitNOFILE=, containers: --ulimit nofile=)"
-    return wrong(name, f"{soft:,}: a gateway takes no more connections than that", remedy)
+    if most == endless or most >= WANTED_FILES:
+        return right(name, "unlimited" if most == endless else f"{most:,}")
+    how = "systemd: LimitNOFILE=, containers: --ulimit nofile="
+    remedy = f"ulimit -Hn {WANTED_FILES}, as root ({how})"
+    return wrong(name, f"{most:,}: a gateway takes no more connections than that", remedy)
 
 
 def check_realtime(is_allowed: bool) -> Finding:

@@ -114,7 +114,7 @@ async def examine(gateway: str, access: Access, *, wants_vllm: bool) -> Sections
             *[checks.check_port(port, by) for port, by in (await _ports()).items()],
             checks.check_sysv(),
             checks.check_memlock(memlock, bool(devices)),
-            checks.check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE)),
+            checks.check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1]),
             checks.check_realtime(is_allowed()),
         ],
     }
