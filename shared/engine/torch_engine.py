@@ -176,7 +176,9 @@ class TorchEngine(DeviceEngine):
         eos = files.eos_token_ids
         spec = ModelSpec(
             name=name or files.path.resolve().name,
-            fingerprint=checkpoint.digest(config.canonical(), served, repr(sorted(eos))),
+            fingerprint=checkpoint.digest(
+                *(config.canonical(), served, repr(sorted(eos))), vocab_size=config.vocab_size
+            ),
             vocab_size=config.vocab_size,
             max_model_len=length,
             eos_token_ids=eos,

@@ -442,6 +442,20 @@ def test_fingerprint_of_a_fine_tune(
     assert load(folder).spec.fingerprint != first
 
 
+@pytest.mark.parametrize("name", ["lm_head", "model.embed_tokens"])
+def test_fingerprint_of_new_tokens(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fine-tune may change the rows of its special tokens alone, wherever they are."""
+    monkeypatch.setattr(weights, "FINGERPRINT_EDGE_BYTES", 1000)
+    change_tensors(folder, lambda _: None)  # the header is another from here on
+    known = {load(folder).spec.fingerprint}
+    for row in (3, 190):
+        change_tensors(folder, lambda tensors, at=row: tensors[f"{name}.weight"][at].mul_(1.01))
+        known.add(load(folder).spec.fingerprint)
+    assert len(known) == 3
+
+
 def test_bad_rows_are_refused_before_they_run(folder: Path) -> None:
     """A row that would read out of bounds raises LocalProtocolError, and the engine lives on."""
     engine = load(folder, max_model_len=40)

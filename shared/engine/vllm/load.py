@@ -67,7 +67,8 @@ def load_vllm(
     device = resolve_device(config.device)
     _require_possible(config, arguments, device, num_ranks)
     num_threads = torch.get_num_threads() * num_ranks
-    if any(name.endswith("sinks") for name in Checkpoint(files).tensors):
+    checkpoint = Checkpoint(files)
+    if any(name.endswith("sinks") for name in checkpoint.tensors):
         # With sinks vLLM's CPU kernel gives other sums each time, where several threads share a
         # row's keys and a window leaves some to none of them.
         os.environ.setdefault("VLLM_CPU_ATTN_SPLIT_KV", "0")
@@ -86,7 +87,7 @@ def load_vllm(
         stack.callback(_end, core)
         group = _only_group(core, folder)
         layout = _layout(wanted, group)
-        spec = _spec(files, wanted, arguments, release)
+        spec = _spec(checkpoint, wanted, arguments, release)
         pools: Pools
         streams = Streams()
         if device.type == "cuda":
@@ -347,15 +348,20 @@ def _layout(wanted: Any, group: Any) -> KvLayout:
     )
 
 
-def _spec(files: ModelFolder, wanted: Any, arguments: Mapping[str, Any], release: str) -> ModelSpec:
-    model = wanted.model_config
+def _spec(
+    checkpoint: Checkpoint, wanted: Any, arguments: Mapping[str, Any], release: str
+) -> ModelSpec:
+    files, model = checkpoint.folder, wanted.model_config
     served = str(model.dtype).removeprefix("torch.")
     eos = files.eos_token_ids
     canonical = _canonical(files) + settings.changes_of_the_model(arguments)
+    vocab_size = model.get_vocab_size()
     return ModelSpec(
         name=files.path.resolve().name,
-        fingerprint=Checkpoint(files).digest(canonical, served, repr(sorted(eos))),
-        vocab_size=model.get_vocab_size(),
+        fingerprint=checkpoint.digest(
+            *(canonical, served, repr(sorted(eos))), vocab_size=vocab_size
+        ),
+        vocab_size=vocab_size,
         max_model_len=model.max_model_len,
         eos_token_ids=eos,
         dtype=served,
