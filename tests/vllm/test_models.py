@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,26 @@ def test_sinks_and_windows_on_several_threads(engine_of: EngineOf) -> None:
     params = greedy(NUM_NEW, logprobs=0)
     done = [driver.run_alone(prompts()[-1], params) for _ in range(6)]
     assert all(one.results == done[0].results for one in done)
+
+
+def test_angles_that_follow_the_longest_context_make_another_model(engine_of: EngineOf) -> None:
+    """Phi-3's long ones: what was computed with the short ones would be read as if with them."""
+    change = "hf_overrides=" + json.dumps(
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10_000.0,
+                "short_factor": [1.0] * 16,
+                "long_factor": [4.0] * 16,
+                "original_max_position_embeddings": 400,
+            }
+        },
+        separators=(",", ":"),
+    )
+    engines = [engine_of("phi3", vllm_args=f"'{change}'", max_model_len=it) for it in (400, 800)]
+    short, long = (Driver(it).run_alone(prompts()[2], greedy(NUM_NEW)).output for it in engines)
+    assert short != long
+    assert engines[0].spec.fingerprint != engines[1].spec.fingerprint
 
 
 def test_sizes_that_do_not_fit_the_weights_are_told(engine_of: EngineOf) -> None:

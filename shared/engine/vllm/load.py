@@ -355,6 +355,7 @@ def _spec(
     served = str(model.dtype).removeprefix("torch.")
     eos = files.eos_token_ids
     canonical = _canonical(files) + settings.changes_of_the_model(arguments)
+    canonical += settings.form_of_length(model.hf_text_config, model.max_model_len)
     vocab_size = model.get_vocab_size()
     return ModelSpec(
         name=files.path.resolve().name,

@@ -183,6 +183,16 @@ def changes_of_the_model(arguments: Mapping[str, Any]) -> str:
     return json.dumps(changes, sort_keys=True) if changes else ""
 
 
+def form_of_length(text_config: Any, max_model_len: int) -> str:
+    """Return what the longest context that is served decides of the function itself: with Phi-3's
+    angles (longrope) vLLM takes others for all positions beyond a length, and so does Llama 4."""
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    limit = rope.get("original_max_position_embeddings") if "long_factor" in rope else None
+    if str(getattr(text_config, "model_type", "")).startswith("llama4"):
+        limit = 32_768
+    return "long" if limit and max_model_len > limit else ""
+
+
 def in_our_words(text: str) -> str:
     """Return the first lines of what vLLM says that say something, with our flags for its
     arguments; pydantic, which checks those, adds how it came to its verdict."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from shared.engine.vllm import release as releases
 from shared.engine.vllm.settings import (
     block_size_of,
     changes_of_the_model,
+    form_of_length,
     in_our_words,
     is_eager,
     num_ranks,
@@ -248,6 +250,20 @@ def test_what_makes_another_function_of_a_folder_makes_another_model() -> None:
     one = changes_of_the_model({"hf_overrides": {"a": 1, "b": 2}, "quantization": "fp8"})
     assert one == changes_of_the_model({"quantization": "fp8", "hf_overrides": {"b": 2, "a": 1}})
     assert one != changes_of_the_model({"quantization": "fp8", "hf_overrides": {"b": 2, "a": 2}})
+
+
+def test_a_length_that_changes_the_function_makes_another_model() -> None:
+    """VLLM has one kind of Phi-3's angles for all positions, by the longest context; of other
+    models it has one function, whatever is served."""
+    rope = {"long_factor": [2.0], "short_factor": [1.0], "original_max_position_embeddings": 4096}
+    phi = SimpleNamespace(model_type="phi3", rope_parameters=rope)
+    assert [form_of_length(phi, length) for length in (512, 4096, 4097)] == ["", "", "long"]
+    llama = SimpleNamespace(model_type="llama4_text", rope_parameters={"rope_type": "default"})
+    assert [form_of_length(llama, length) for length in (32_768, 32_769)] == ["", "long"]
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+    for rope in (yarn, None):
+        other = SimpleNamespace(model_type="qwen3_moe", rope_parameters=rope)
+        assert form_of_length(other, 1 << 20) == ""
 
 
 def test_an_argument_that_vllm_has_not_is_told_with_one_like_it() -> None:
