@@ -74,7 +74,7 @@ def load_vllm(
         os.environ.setdefault("VLLM_CPU_ATTN_SPLIT_KV", "0")
     with contextlib.ExitStack() as stack:
         meeting, lock = meet()
-        stack.enter_context(lock)
+        stack.callback(os.close, lock)
         stack.callback(leave, meeting)
         events = None
         if num_ranks > 1:
@@ -243,10 +243,10 @@ def _configured(
     _require_served(made.model_config, files)
     sampler = "SlotSampler" if made.use_v2_model_runner else "RowSampler"
     made.model_config.logits_processors = [f"shared.engine.vllm.plugins:{sampler}"]
-    if meeting is not None and not made.logging_config.configure_logging:
-        made.logging_config = LoggingConfig(
-            configure_logging=True, pylogging_config_file=write_logging(meeting)
-        )
+    log = made.logging_config
+    if meeting is not None and not (log.configure_logging and log.pylogging_config_file):
+        file = write_logging(meeting, log.log_level if log.configure_logging else "ERROR")
+        made.logging_config = LoggingConfig(configure_logging=True, pylogging_config_file=file)
     return made
 
 

@@ -1,40 +1,42 @@
 """Where a worker and its ranks find each other while they start: a folder, gone once they have met.
 
 What a worker left that was killed amid its start, its folder and its ranks' shared memory, the next
-start takes away: each holds its folder's lock for as long as it lives.
+start takes away: each holds its folder locked for as long as it lives.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import glob
 import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import IO
 
 from shared.errors import EngineFailed
 
 PREFIX = "pdmesh-ranks-"
-_LOCK = "lock"
 _SHARED = Path("/dev/shm")
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _LONGEST_SOCKET = 107
 """Bytes, on Linux."""
 _LONGEST_NAME = 36
 """vLLM's queues between ranks have a UUID each."""
 
 
-def meet() -> tuple[Path, IO[bytes]]:
-    """Return a folder, this user's alone, and what to keep open until it is left."""
+def meet() -> tuple[Path, int]:
+    """Return a folder, this user's alone, and a descriptor to keep open until it is left."""
     for found in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         _leave_if_dead(found)
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-    new = folder / f"{_LOCK}.new"
-    lock = new.open("wb")
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    new.rename(folder / _LOCK)  # nobody may find one that is not locked yet
-    return folder, lock
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+        with contextlib.suppress(FileNotFoundError):  # found by another start before it was locked
+            lock = os.open(folder, _FOLDER)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if folder.is_dir():
+                return folder, lock
+            os.close(lock)
 
 
 def require_room_for_sockets(folder: Path) -> None:
@@ -58,9 +60,10 @@ def leave(folder: Path) -> None:
 
 
 def _leave_if_dead(folder: Path) -> None:
-    try:
-        with (folder / _LOCK).open("rb") as lock:
+    with contextlib.suppress(OSError):  # it lives, is another user's, or has just been left
+        lock = os.open(folder, _FOLDER)
+        try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             leave(folder)
-    except OSError:
-        pass  # it lives, is another user's, or has just been left
+        finally:
+            os.close(lock)

@@ -139,15 +139,15 @@ class RankErrors(logging.StreamHandler[TextIO]):
             super().emit(record)
 
 
-def write_logging(folder: Path) -> str:
+def write_logging(folder: Path, level: str = "ERROR") -> str:
     """Write down how ranks log, for ``logging.config.dictConfig``, and return the file."""
     handlers: dict[str, dict[str, str]] = {
         "errors": {"()": f"{__name__}.RankErrors", "folder": str(folder), "level": "ERROR"}
     }
-    level = "ERROR"
     if logging.getLogger().isEnabledFor(logging.DEBUG):
-        handlers["all"] = {"class": "logging.StreamHandler"}
         level = "DEBUG"
+    if level != "ERROR":
+        handlers["all"] = {"class": "logging.StreamHandler"}
     logger = {"level": level, "handlers": [*handlers], "propagate": False}
     known = {"version": 1, "disable_existing_loggers": False}
     file = folder / "logging.json"

@@ -3,6 +3,7 @@ what a living worker has it leaves alone."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import socket
@@ -43,18 +44,38 @@ def test_what_a_killed_start_left_goes_at_the_next(
         pool = shared / f"{left.name}-0"
         pool.touch()
         first, lock = meeting.meet()
-        with lock:
-            assert left.is_dir()  # it lives
-            killed.send_signal(signal.SIGKILL)
-            killed.wait()
-            second, other = meeting.meet()
-            with other:
-                assert not left.exists()
-                assert not pool.exists()
-                assert first.is_dir()
-            meeting.leave(second)
-        meeting.leave(first)
+        assert left.is_dir()  # it lives
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()
+        empty = tmp_path / f"{meeting.PREFIX}killed-at-once"
+        empty.mkdir()
+        second, other = meeting.meet()
+        assert not left.exists()
+        assert not pool.exists()
+        assert not empty.exists()
+        assert first.is_dir()
+        for folder, held in ((second, other), (first, lock)):
+            meeting.leave(folder)
+            os.close(held)
     assert not list(tmp_path.glob(f"{meeting.PREFIX}*"))
+
+
+def test_a_folder_that_another_start_found_before_it_was_locked_is_made_anew(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It looks like one that a killed start has left, and is taken away."""
+    names = iter("abc")
+
+    def make(prefix: str) -> str:
+        made = tmp_path / f"{prefix}{next(names)}"
+        if not made.name.endswith("a"):
+            made.mkdir()
+        return str(made)
+
+    monkeypatch.setattr(tempfile, "mkdtemp", make)
+    folder, lock = meeting.meet()
+    os.close(lock)
+    assert folder.name == f"{meeting.PREFIX}b"
 
 
 def test_a_name_that_is_a_pattern_takes_nothing_of_others(
@@ -82,14 +103,14 @@ def test_a_folder_too_long_for_sockets_is_refused_in_words(
         monkeypatch.setattr(tempfile, "tempdir", None)
         folder, lock = meeting.meet()
         try:
-            with lock:
-                if is_too_long:
-                    with pytest.raises(EngineFailed, match=r"longer than 48 bytes.*TMPDIR"):
-                        meeting.require_room_for_sockets(folder)
-                else:
+            if is_too_long:
+                with pytest.raises(EngineFailed, match=r"longer than 48 bytes.*TMPDIR"):
                     meeting.require_room_for_sockets(folder)
-                    with socket.socket(socket.AF_UNIX) as door:
-                        door.bind(str(folder / str(uuid.uuid4())))
+            else:
+                meeting.require_room_for_sockets(folder)
+                with socket.socket(socket.AF_UNIX) as door:
+                    door.bind(str(folder / str(uuid.uuid4())))
         finally:
+            os.close(lock)
             meeting.leave(folder)
             shutil.rmtree(place)

@@ -33,10 +33,14 @@ def a_rank(config: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-def test_a_rank_does_not_outlive_a_worker_that_ends_amid_its_start(tmp_path: Path) -> None:
-    """It is gone before it has KV to share; and one that begins later loads nothing."""
+@pytest.mark.parametrize("level", ["ERROR", "INFO"])
+def test_a_rank_does_not_outlive_a_worker_that_ends_amid_its_start(
+    level: str, tmp_path: Path
+) -> None:
+    """It is gone before it has KV to share, however it logs; and one that begins later loads
+    nothing."""
     events = LayerEvents(tmp_path, 1)
-    config = write_logging(tmp_path)
+    config = write_logging(tmp_path, level)
     with a_rank(config) as rank:
         assert rank.stdout is not None
         assert rank.stdout.readline() == "loads\n"
