@@ -178,6 +178,18 @@ def test_sinks_and_windows_on_several_threads(engine_of: EngineOf) -> None:
     assert all(one.results == done[0].results for one in done)
 
 
+@pytest.mark.parametrize(
+    ("settings", "flag"),
+    [({"num_blocks": 3}, "--num-blocks"), ({"num_blocks": 0, "kv_gib": 0.0001}, "--kv-gib")],
+)
+def test_kv_that_is_too_small_names_what_sizes_it(
+    settings: Mapping[str, Any], flag: str, engine_of: EngineOf
+) -> None:
+    """VLLM advises an argument that has no effect on a CPU."""
+    with pytest.raises(ModelError, match=f"increasing {flag} or decreasing --max-model-len"):
+        engine_of("llama", **settings)
+
+
 def test_angles_that_follow_the_longest_context_make_another_model(engine_of: EngineOf) -> None:
     """Phi-3's long ones: what was computed with the short ones would be read as if with them."""
     change = "hf_overrides=" + json.dumps(

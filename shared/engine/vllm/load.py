@@ -293,12 +293,19 @@ def _core(wanted: Any, begins: Callable[[str], None], meeting: Path) -> Any:
             return EngineCore(wanted, Executor.get_class(wanted), log_stats=False)
     except Exception as error:
         why = settings.in_our_words(why_failed(meeting))
-        told = why or _told(error)
+        told = (why or _told(error)).replace("--gpu-memory-share", _sizes_kv(wanted.cache_config))
         if "AssertionError" in told:  # vLLM takes sizes for granted
             told += ": config.json or hf_overrides do not fit its weights?"
         elif not why and isinstance(error, MeshError):
             raise
         raise ModelError(f"vLLM cannot load this model: {told}") from error
+
+
+def _sizes_kv(cache: Any) -> str:
+    """Return the flag of ours that says how much KV there is; on a CPU vLLM names that of GPUs."""
+    if cache.num_gpu_blocks_override:
+        return "--num-blocks"
+    return "--kv-gib" if cache.kv_cache_memory_bytes else "--gpu-memory-share"
 
 
 def _end(core: Any) -> None:

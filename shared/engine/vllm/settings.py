@@ -42,6 +42,7 @@ _OURS: Mapping[str, str] = {
 
 _ADVISED: Mapping[str, str] = {
     r"\bVLLM_CPU_KVCACHE_SPACE\b": "--kv-gib",
+    r" \((?:which|this flag) also controls CPU memory[^)]*\)": "",  # not here
     **{
         rf"`?(?:--)?\b{key.replace('_', '[-_]')}\b`?": flag
         for key, flag in _OURS.items()

@@ -301,7 +301,8 @@ def test_what_our_own_engine_alone_knows_is_refused(flag: dict[str, Any]) -> Non
             "Decrease --kv-gib, or reduce CPU memory.",
         ),
         (
-            "Try increasing `gpu_memory_utilization` or decreasing `max_model_len`.",
+            "Try increasing `gpu_memory_utilization` (which also controls CPU memory on the CPU "
+            "backend) or decreasing `max_model_len`.",
             "Try increasing --gpu-memory-share or decreasing --max-model-len.",
         ),
         (
