@@ -79,7 +79,7 @@ def outlook(seen: MeshSeen, limits: Limits) -> Outlook | None:
     present = {kind: num for kind in Kind if (num := sum(it.kind is kind for it in here))}
     is_whole = set(present) in ({Kind.COLOCATED}, {Kind.PREFILL, Kind.DECODE})
     knows = any(it.answer_steps.is_known for it in here if it.kind is not Kind.PREFILL)
-    if seen.traffic is None or not (is_whole and knows and seen.traffic.prompts_s):
+    if seen.traffic is None or not (is_whole and knows and seen.traffic.prompt_s):
         return None
     mesh = WatchedMesh(seen.traffic, *answering(here), limits)
     rates = mesh.most_rates(present)

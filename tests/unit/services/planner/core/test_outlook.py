@@ -6,7 +6,7 @@ import pytest
 
 from services.gateway.core.scaling.need import Limits
 from services.gateway.core.scaling.scaling import Kind, MeshSeen, WorkerSeen
-from services.gateway.core.scaling.traffic import Traffic
+from services.gateway.core.scaling.traffic import Traffic, TrafficMeter
 from services.planner.core.outlook import outlook
 from shared.ids import Incarnation
 from shared.predict.step_time import NO_FIT, StepFit
@@ -67,10 +67,11 @@ def test_limits_that_nobody_keeps_leave_no_rate() -> None:
         seen(Kind.PREFILL),
         seen(Kind.PREFILL, Kind.COLOCATED),
         seen(Kind.PREFILL, Kind.DECODE, traffic=None),
+        seen(Kind.PREFILL, Kind.DECODE, traffic=TrafficMeter(2.0, 0.1, 0.0).traffic(60.0)),
         seen(Kind.PREFILL, Kind.DECODE, steps=NO_FIT),
         seen(),
     ],
 )
 def test_of_what_is_not_known_nothing_is_said(mesh: MeshSeen) -> None:
-    """A role without a worker, no traffic, no step times."""
+    """A role without a worker, no traffic, or none since the gateway began, no step times."""
     assert outlook(mesh, LIMITS) is None
