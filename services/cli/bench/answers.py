@@ -98,7 +98,7 @@ class AnswerReader:
             return
         choice = event.choices[0]
         is_last = bool(choice.finish_reason)
-        if usage and (record.is_counted or not is_last):
+        if usage and (record.is_counted or not is_last or not record.times):
             record.is_counted = True  # a count in the last chunk alone says nothing of the others
             if self._total > record.num_output:
                 record.add(at, self._total - record.num_output)

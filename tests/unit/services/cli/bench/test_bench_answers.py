@@ -70,9 +70,11 @@ def test_a_count_at_the_end_is_spread_over_the_chunks() -> None:
 
 
 def test_a_count_in_the_last_chunk_alone_is_spread_too() -> None:
-    """Some servers have it beside the finish reason."""
+    """Some servers have it beside the finish reason; of a whole answer in one chunk it is exact."""
     record = read(chunk("x"), chunk("x", finish="stop", usage=usage(6)), b"[DONE]")
     assert (record.num_output, record.counts, record.is_counted) == (6, [3, 3], False)
+    whole = read(chunk("xyz", finish="stop", usage=usage(3)), b"[DONE]")
+    assert (whole.counts, whole.is_counted) == ([3], True)
 
 
 def test_without_counts_a_chunk_is_a_token() -> None:
