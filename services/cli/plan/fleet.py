@@ -225,7 +225,8 @@ def _search(
     run_s = flags.trial_s(largest, requests)
     if budget is None:
         possible = sum(one.bound >= flags.rate for one in offers)
-        say_how_long(possible, run_s, "--max-devices, --num-requests and --no-mixed shorten it")
+        fewer = "the second mesh that attains ends it, --max-devices and --num-requests shorten it"
+        say_how_long(possible, run_s, fewer)
         with progress("fleet, by rising cost", possible) as one_more:
 
             def attains(shape: MeshShape) -> bool:
