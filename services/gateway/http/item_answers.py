@@ -62,7 +62,7 @@ class ItemFormat:
         self._head = head
         self._text = text
         self._teller = Teller(TextParser({}), text) if new_teller is None else new_teller()
-        self._blank = ""
+        self._blank: list[str] = []
         self._has_begun = False
         self.items: list[Item] = []
         self.finish_reason = FinishReason.NONE
@@ -144,23 +144,24 @@ class ItemFormat:
         if delta.finish_reason:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
             if self._blank and not self._teller.num_calls:
-                events += self._grown("text", Said(self._blank))
+                events += self._grown("text", Said("".join(self._blank)))
             is_cut = delta.finish_reason is FinishReason.LENGTH or self._teller.is_within_call
             events += self._closed(is_cut=is_cut)
         return events
 
     def _said(self, said: Said) -> Iterator[Event]:
         if said.call >= 0:
-            self._blank = ""  # between calls, or before them: it says nothing
+            self._blank.clear()  # between calls, or before them: it says nothing
             yield from self._grown("call", said)
         elif said.is_thought:
             yield from self._grown("thought", said)
         elif self._is_open("text", -1):
             yield from self._grown("text", said)
         else:
-            self._blank += said.text
-            if self._blank.strip():
-                text, self._blank = self._blank, ""
+            self._blank.append(said.text)
+            if said.text.strip():
+                text = "".join(self._blank)
+                self._blank.clear()
                 yield from self._grown("text", Said(text))
 
     def _is_open(self, kind: str, call: int) -> bool:

@@ -98,7 +98,9 @@ class ToolParser:
 
     def feed(self, text: str) -> list[Said]:
         """Take text, and return what is sure now."""
-        self._held += text
+        held, self._held = self._held, ""
+        held += text  # in its place, for nobody else has it
+        self._held = held
         return self._told(self._said(is_over=False))
 
     def finish(self) -> list[Said]:
@@ -256,16 +258,18 @@ class WholeJsonParser(ToolParser):
 
     MARKS: tuple[str, ...] = ("<|python_tag|>",)
     BEGINS = "{"
-    _is_text = False
+    _is_text = _is_begun = False
 
     def _said(self, *, is_over: bool) -> Iterator[Said]:
+        if self._is_begun and not is_over:
+            return
         if not self._is_text:
             start = self._held.lstrip()
             mark = next((one for one in self.MARKS if start.startswith(one)), "")
             start = start[len(mark) :].lstrip()
-            might = not start or start.startswith(self.BEGINS)
-            if not mark and start and any(one.startswith(start) for one in self.MARKS):
-                might = True  # the mark itself is on its way
+            self._is_begun = start.startswith(self.BEGINS)
+            marks = () if mark else self.MARKS  # one may be on its way
+            might = self._is_begun or not start or any(one.startswith(start) for one in marks)
             if might and not is_over:
                 return
             if might:
@@ -404,6 +408,7 @@ class ThoughtParser:
         self._is_decided = is_open
         self._is_blank = True  # of the part that is on: leading spaces go
         self._held = ""
+        self._spaces: list[str] = []
 
     @property
     def num_calls(self) -> int:
@@ -415,7 +420,11 @@ class ThoughtParser:
         return self._after is not None and self._after.is_within_call
 
     def feed(self, text: str) -> list[Said]:
-        self._held += text
+        if text.isspace() and (self._is_thinking or not self._is_decided):
+            self._spaces.append(text)  # whether they count is told by what comes after them
+            return []
+        self._held += "".join(self._spaces) + text
+        self._spaces.clear()
         if not self._is_decided:
             start = self._held.lstrip()
             if len(start) < len(self.BEGIN) and self.BEGIN.startswith(start):
@@ -441,9 +450,9 @@ class ThoughtParser:
         return _thought(sure)
 
     def finish(self) -> list[Said]:
+        self._held += "".join(self._spaces)
         if self._is_thinking:
-            held, self._held = self._held, ""
-            return _thought(held)
+            return _thought(self._held)
         said = self._rest()
         return said + (self._after.finish() if self._after is not None else [])
 

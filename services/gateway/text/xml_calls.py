@@ -24,6 +24,8 @@ MAX_HEAD = 256
 """Longest beginning of a call, up to the end of its name: what is longer is text."""
 MAX_MARK = 16
 """No mark is longer."""
+MAX_KEY = 1024
+"""Longest key with its marks and spaces."""
 
 _TEXT = frozenset({"string"})
 _KINDS = {
@@ -55,6 +57,7 @@ class XmlParser(ToolParser):
     _is_open = _is_after_call = False
     _num_values = 0
     _types: frozenset[str] | None = None  # of the value that is on its way
+    _sought = 0  # before here it does not end
 
     @property
     def is_within_call(self) -> bool:
@@ -109,7 +112,7 @@ class XmlParser(ToolParser):
             return f"{begin}{_json(key[1])}: " + '"' * (self._types == _TEXT)
         if end is None:
             # A key may still begin where the last mark does, or amid one, and nothing before.
-            begin = self._held.rfind(self.KEY_BEGIN)
+            begin = self._held.rfind(self.KEY_BEGIN, -MAX_KEY)
             self._held = self._held[begin if begin >= 0 else -MAX_MARK :]
             return ""
         self._held = self._held[end[0] + len(end[1]) :]
@@ -118,9 +121,11 @@ class XmlParser(ToolParser):
 
     def _value_part(self, types: frozenset[str]) -> str:
         """Take what is sure of a value, and return its JSON."""
-        end = _first(self._held, self.ENDS)
+        end = _first(self._held, self.ENDS, self._sought)
         if end is None and types != _TEXT:
+            self._sought = max(0, len(self._held) - MAX_MARK)
             return ""
+        self._sought = 0
         if end is None:
             # What may become the end waits, and what may have to go before it.
             marks = (*self.ENDS, *(self.TRIM + mark for mark in self.ENDS))
@@ -161,15 +166,16 @@ class GlmParser(XmlParser):
     KEY_BEGIN = "<arg_key>"
     # Of one text one reading: three neighbours that each take spaces cost the cube of their number.
     KEY = re.compile(
-        r"<arg_key>\s*([^<>\s](?:[^<>]{0,512}[^<>\s])?)\s*</arg_key>(?:\\n|\s)*<arg_value>"
+        r"<arg_key>\s{0,99}([^<>\s](?:[^<>]{0,512}[^<>\s])?)\s{0,99}</arg_key>"
+        r"(?:\\n|\s){0,99}<arg_value>"
     )
     ENDS = ("</arg_value>", "</tool_call>")
     CLOSES = ("</tool_call>",)
 
 
-def _first(text: str, marks: tuple[str, ...]) -> tuple[int, str] | None:
+def _first(text: str, marks: tuple[str, ...], start: int = 0) -> tuple[int, str] | None:
     """The first of some marks in a text, with its place."""
-    found = [(place, mark) for mark in marks if (place := text.find(mark)) >= 0]
+    found = [(place, mark) for mark in marks if (place := text.find(mark, start)) >= 0]
     return min(found, default=None)
 
 

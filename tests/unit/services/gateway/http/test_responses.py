@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import aiohttp
 import pytest
 
+from services.gateway.http.item_answers import ItemFormat
+from services.gateway.http.openai_answers import AnswerHead
 from services.gateway.http.responses_forms import RESPONSES_UNSERVED
+from services.gateway.text.tool_calls import Said
 from shared.errors import Overloaded, WorkerLost
 from tests.support.grammars import needs_library
 from tests.support.http_client import parse_named_events
@@ -121,6 +125,19 @@ async def test_spaces_before_a_call_are_no_message() -> None:
     async with gateway("  ") as here:
         _, whole = await Asker(here).ask()
     assert said(whole) == [("message", "  ")]
+
+
+def test_spaces_without_end_cost_no_more_with_each_token() -> None:
+    """A model that writes nothing else before its answer holds its gateway up for nobody."""
+    no_text: Any = None
+    answer = ItemFormat(AnswerHead(id="", model="m", created=0), no_text, None)
+    taken_s = [0.0, 0.0]
+    for turn in range(2):
+        began_at = time.process_time()
+        for _ in range(8000):
+            assert not list(answer._said(Said("\n" * 64)))
+        taken_s[turn] = time.process_time() - began_at
+    assert taken_s[1] < 2 * taken_s[0] + 0.1
 
 
 async def test_a_stream_that_breaks_says_so() -> None:

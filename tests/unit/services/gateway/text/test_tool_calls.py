@@ -386,24 +386,30 @@ def test_spaces_without_end_are_read_at_once(begin: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "begin"),
+    ("make", "begin", "token"),
     [
-        (PARSERS["hermes"], '<tool_call>{"name": "'),
-        (PARSERS["hermes"], '<tool_call>{"name": "get_time", "arguments": {}}'),
-        (PARSERS["qwen3_coder"], "<tool_call><function=get_time>"),
-        (PARSERS["glm45"], "<tool_call>get_time\n<arg_key>"),
-        (ListParser, '[{"name": "'),
+        (PARSERS["hermes"], '<tool_call>{"name": "', "abcdefgh" * 8),
+        (PARSERS["hermes"], '<tool_call>{"name": "get_time", "arguments": {}}', "abcdefgh" * 8),
+        (PARSERS["llama3"], '\n{"name": "', "abcdefgh" * 8),
+        (PARSERS["qwen3_coder"], "<tool_call><function=get_time>", "abcdefgh" * 8),
+        (PARSERS["qwen3_coder"], "<tool_call><function=get_time><parameter=", "abcdefgh" * 8),
+        (PARSERS["qwen3_coder"], "<tool_call><function=weather><parameter=on>", "abcdefgh" * 8),
+        (PARSERS["glm45"], "<tool_call>get_time\n<arg_key>", "abcdefgh" * 8),
+        (PARSERS["glm45"], "<tool_call>weather<arg_key>on</arg_key><arg_value>", "abcdefgh" * 8),
+        (ListParser, '[{"name": "', "abcdefgh" * 8),
+        (lambda tools: ThoughtParser(ListParser(tools), is_open=True), "a", " \n" * 32),
+        (lambda tools: ThoughtParser(ListParser(tools), is_open=False), "", " \n" * 32),
     ],
 )
-def test_what_does_not_end_costs_no_more_with_each_token(make: Any, begin: str) -> None:
-    """A model that repeats itself amid a call holds its gateway up for nobody."""
+def test_what_does_not_end_costs_no_more_with_each_token(make: Any, begin: str, token: str) -> None:
+    """A model that repeats itself amid a call, or a thought, holds its gateway up for nobody."""
     parser = make(TOOLS)
     parser.feed(begin)
     taken_s = [0.0, 0.0]
     for turn in range(2):
         began_at = time.process_time()
-        for _ in range(4000):
-            parser.feed("abcdefgh")
+        for _ in range(8000):
+            parser.feed(token)
         taken_s[turn] = time.process_time() - began_at
     assert taken_s[1] < 2 * taken_s[0] + 0.1
 
