@@ -142,20 +142,22 @@ class _Listener:
     headers_for: HeadersFor | None
     tasks: asyncio.TaskGroup
     connections: set[Connection] = field(default_factory=lambda: set())
+    idle: dict[Connection, None] = field(default_factory=lambda: {})  # longest first
     is_closing: bool = False
     has_ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def forget(self, connection: Connection) -> None:
         """A connection is closed."""
         self.connections.discard(connection)
+        self.idle.pop(connection, None)
         if self.is_closing and not self.connections:
             self.has_ended.set()
 
     async def close(self, drain_s: float) -> None:
         """Close what is idle, wait for running requests, and cut those that take longer."""
         self.is_closing = True
-        for connection in list(self.connections):
-            connection.end_if_idle()
+        for connection in list(self.idle):
+            connection.end()
         if not self.connections:
             return
         try:
@@ -199,12 +201,19 @@ class Connection(BaseProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        if self._listener.is_closing or len(self._listener.connections) >= limits.MAX_CONNECTIONS:
+        listener = self._listener
+        if len(listener.connections) >= limits.MAX_CONNECTIONS and listener.idle:
+            # Heads that never end would lock everybody out.
+            longest_idle = next(iter(listener.idle))
+            listener.forget(longest_idle)
+            longest_idle.abort()
+        if listener.is_closing or len(listener.connections) >= limits.MAX_CONNECTIONS:
             # Before any byte is read: an answer would cost what the limit is there to save.
             self.abort()
             return
-        self._listener.connections.add(self)
-        self._watch = self._loop.call_later(HEADER_TIMEOUT_S, self._look)
+        listener.connections.add(self)
+        listener.idle[self] = None
+        self._look_at(self._idle_since + HEADER_TIMEOUT_S)
 
     def data_received(self, data: bytes) -> None:
         if self._is_over:
@@ -225,9 +234,11 @@ class Connection(BaseProtocol):
                 self._pause_reading_for_buffer()
         elif data and not is_of_body and self._head_since is None:
             self._head_since = self._loop.time()
+            self._look_at(self._head_since + HEADER_TIMEOUT_S)
         if is_upgraded:
             self._is_over = True  # to a protocol that nobody speaks here: the answer says so
         if self._task is None and (self._waiting or self._is_broken):
+            self._listener.idle.pop(self, None)
             self._task = self._listener.tasks.create_task(self._serve())
 
     def resume_reading(self, resume_parser: bool = True) -> None:
@@ -279,6 +290,8 @@ class Connection(BaseProtocol):
             self._idle_since = self._loop.time()
             if self._is_over or self._listener.is_closing or self._waiting:
                 self.end()
+            else:
+                self._listener.idle[self] = None
 
     def _read_on(self) -> None:
         self._buffer_paused = False
@@ -357,10 +370,6 @@ class Connection(BaseProtocol):
                 self._loop.call_later(limits.STALL_S, self.abort)
             transport.close()
 
-    def end_if_idle(self) -> None:
-        if self._task is None:
-            self.end()
-
     def abort(self) -> None:
         self._is_over = True
         if self.transport is not None:
@@ -376,9 +385,14 @@ class Connection(BaseProtocol):
         else:
             give_up_at = self._idle_since + (KEEPALIVE_S if self._has_asked else HEADER_TIMEOUT_S)
         if now < give_up_at:
-            self._watch = self._loop.call_at(give_up_at, self._look)
+            self._look_at(give_up_at)
         else:
             self.end()
+
+    def _look_at(self, when: float) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+        self._watch = self._loop.call_at(when, self._look)
 
 
 @asynccontextmanager

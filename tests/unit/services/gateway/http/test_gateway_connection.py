@@ -322,19 +322,41 @@ async def test_slow_headers_are_not_kept_alive_by_a_byte_now_and_then(
         assert asyncio.get_running_loop().time() - began_at < 15
 
 
-async def test_more_connections_than_there_may_be_are_closed_unread(
+async def test_headers_that_begin_between_requests_have_no_longer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An answer would cost what the limit is there to save; a place that is free is used again."""
+    """Their time does not end with that of a connection that asks nothing."""
+    monkeypatch.setattr(connection, "HEADER_TIMEOUT_S", 0.1)
+    async with http_gateway(ScriptedMesh()) as url, raw_connection(url) as (reader, writer):
+        writer.write(HEALTH)
+        await reader.readuntil(b"}")
+        await asyncio.sleep(0.2)
+        writer.write(HEALTH[:10])
+        async with asyncio.timeout(10):
+            assert await reader.read() == b""
+
+
+async def test_more_connections_than_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asks nothing makes room, also amid a head; while all are asked who comes is closed
+    unread, for an answer would cost what the limit is there to save."""
     monkeypatch.setattr(limits, "MAX_CONNECTIONS", 1)
-    async with http_gateway(ScriptedMesh()) as url:
+    gate = asyncio.Semaphore(0)
+    mesh = ScriptedMesh(saying("the", gate=gate))
+    async with http_gateway(mesh) as url, raw_connection(url) as (idle, first):
+        first.write(HEALTH + HEALTH[:10])
+        await idle.readuntil(b"}")
         async with raw_connection(url) as (reader, writer):
-            writer.write(HEALTH)
-            await reader.readuntil(b"}")
-            async with raw_connection(url) as (second, other):
+            writer.write(with_length())
+            await mesh.wait_running(1)
+            async with asyncio.timeout(10):
+                with contextlib.suppress(ConnectionError):
+                    assert await idle.read() == b""
+            async with raw_connection(url) as (refused, other):
                 other.write(HEALTH)
                 with contextlib.suppress(ConnectionError):
-                    assert await second.read() == b""
+                    assert await refused.read() == b""
+            gate.release()
+            await reader.readuntil(b"}}}")
         await asyncio.sleep(0.05)
         async with raw_connection(url) as (reader, writer):
             writer.write(LAST)
