@@ -183,6 +183,15 @@ def test_the_clients_own_fault_is_not_retried() -> None:
     assert effects == [CancelLeg(Leg.DECODE), End(error)]
 
 
+def test_an_answer_that_has_begun_is_no_fault_of_its_client() -> None:
+    """A worker that refuses the rest of it is odd, and another one is tried."""
+    life, attempt = dispatched(is_whole=True)
+    life.token_arrived(attempt, Leg.WHOLE, token(0))
+    (reroute,) = life.leg_failed(attempt, Leg.WHOLE, InvalidRequest("no"), lost=False)
+    assert isinstance(reroute, Reroute)
+    assert isinstance(reroute.error, RemoteProtocolError)
+
+
 def test_no_blocks_becomes_overloaded_for_the_client() -> None:
     """Clients are told when to come back, in the words of the error table."""
     life = Lifecycle((1,), SamplingParams(max_tokens=4), max_attempts=1)
