@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hmac
 import random
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from hyperframe.frame import GoAwayFrame
 from structlog.testing import capture_logs
 
 from shared import wire
@@ -82,6 +84,23 @@ async def test_both_know_the_secret() -> None:
     async with ends() as it:
         await ask(it.dialler(), times=3)
         await ask(it.dialler())
+
+
+async def test_a_connection_that_takes_no_more_calls_is_not_replaced() -> None:
+    """Nobody has proven anything on another one: who dialled is told to dial again, and taken for
+    no stranger."""
+    network, echo = MemoryNetwork(), EchoService()
+    door = _within(network.at("decode-0"), SECRET, "decode", 1)
+    async with (
+        door.serve(SERVER, echo.servicers) as server,
+        _within(network.at("gateway-0"), SECRET, "gateway", 2).channel(SERVER) as channel,
+    ):
+        (left,) = server._protocols
+        left._transport.write(GoAwayFrame(0, last_stream_id=2**31 - 1).serialize())
+        await asyncio.sleep(0.05)
+        with pytest.raises(WorkerLost, match="dial again"):
+            async with open_stream(channel, DECODE_SESSION) as stream:
+                await stream.receive()
 
 
 def test_proofs_and_stamps_are_to_the_byte_what_the_page_says() -> None:
