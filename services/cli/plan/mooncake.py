@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -65,6 +65,9 @@ def mooncake(
         if data is not None:
             conversation = read_public(data, "conversation")
             tables += [*mooncake_scheduling_tables(conversation), _hit_rates(data)]
+        else:
+            hint = "hit rates of the public traces: --data DIR, or --replay TRACE.jsonl for one"
+            tables[-1] = replace(tables[-1], notes=[hint])
         show_tables(tables, as_json=as_json)
         return
     capacity = _capacity(blocks)

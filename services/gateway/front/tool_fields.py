@@ -167,7 +167,8 @@ def tool_use(
         functions = {place: one for place, one in functions.items() if one.name == wanted}
         use = "named"
     else:
-        raise limits.refusal("tool_choice", "must be none, auto, required or a function")
+        rule = "must be none, auto, required, a function or allowed_tools"
+        raise limits.refusal("tool_choice", rule)
     if not functions:
         if use != "auto":
             raise limits.refusal("tool_choice", "needs tools")

@@ -63,6 +63,5 @@ def mooncake_tables() -> list[PaperTable]:
         PaperTable(
             "Mooncake: chunked pipeline parallelism, makespan of one prompt",
             pipelines,
-            ["hit rates of the public traces: --data DIR, or --replay TRACE.jsonl for one"],
         ),
     ]
