@@ -147,15 +147,21 @@ def _read(
     logprobs: torch.Tensor, chosen: torch.Tensor, num_top: Sequence[int]
 ) -> list[TokenLogprobs]:
     """What each row says of its chosen token, and of its most likely ones, ties by id."""
-    count = min(max(num_top, default=0), logprobs.shape[1])
+    most = max(num_top, default=0)
+    count = min(most + 1, logprobs.shape[1]) if most else 0  # one more: does the last one tie?
     values, ids = logprobs.topk(count, dim=-1)
     of_chosen = logprobs.gather(1, chosen[:, None])
     # One transfer, and so one wait for the device: float64 holds ids and float32 alike.
     table = torch.cat([part.double() for part in (of_chosen, values, ids)], dim=1).tolist()
     entries: list[TokenLogprobs] = []
-    for (value, *rest), wanted in zip(table, num_top, strict=True):
-        pairs = zip(map(int, rest[count:]), rest[:count], strict=True)
-        top = sorted(pairs, key=lambda item: (-item[1], item[0]))
+    for row, (value, *rest) in enumerate(table):
+        top = list(zip(map(int, rest[count:]), rest[:count], strict=True))
+        wanted = num_top[row]
+        if 0 < wanted < count and top[wanted - 1][1] == (border := top[wanted][1]):
+            # Of those that tie there ``topk`` took any.
+            tied = (logprobs[row] == border).nonzero()[:wanted, 0].tolist()
+            top = [*(pair for pair in top if pair[1] > border), *((it, border) for it in tied)]
+        top.sort(key=lambda item: (-item[1], item[0]))
         entries.append(TokenLogprobs(value, tuple(top[:wanted])))
     return entries
 

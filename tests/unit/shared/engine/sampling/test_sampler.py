@@ -297,6 +297,18 @@ def test_masks_keep_a_row_from_the_fast_path() -> None:
     assert not is_plain_greedy(a_spec(allowed_token_ids=pack_u32([1])))
 
 
+def test_logprobs_that_tie_are_told_by_id() -> None:
+    """However many are asked for, here or by another row: 16 bits of logits tie often."""
+    logits = torch.zeros(2, 3000)
+    logits[:, 7] = 1.0
+    for counts in ((1, 4), (4, 30), (30, 2)):
+        specs = [a_spec(logprobs=count) for count in counts]
+        for one, count in zip(run(logits, *specs), counts, strict=True):
+            assert one.logprobs is not None
+            ids = [token_id for token_id, _ in one.logprobs.top]
+            assert ids == [7, *(it for it in range(count) if it != 7)][:count]
+
+
 def test_logprobs_are_raw_and_ordered() -> None:
     """Reported logprobs are those of the model: no bias, penalty, temperature or filter in them."""
     logits = some_logits()
