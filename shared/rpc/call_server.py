@@ -197,9 +197,14 @@ class CallServer:
             status.set(is_ready and not self._is_draining)
 
     def connected(self, protocol: _ServerProtocol) -> bool:
-        """Count a connection; False = there are too many."""
+        """Count a connection; False = there are too many with calls. One without makes room, the
+        oldest: else connections that ask nothing would lock everybody out."""
         if len(self._protocols) >= self._max_connections:
-            return False
+            oldest_idle = next((one for one in self._protocols if not one.calls.tasks), None)
+            if oldest_idle is None:
+                return False
+            self.disconnected(oldest_idle)
+            oldest_idle.goodbye()  # which a client's next call survives: on a connection anew
         self._protocols[protocol] = None
         return True
 

@@ -330,7 +330,7 @@ async def test_calls_reset_at_once_give_their_window_back() -> None:
 
 
 async def test_too_many_connections_are_turned_away() -> None:
-    """Beyond its limit a server closes new connections and serves the old ones."""
+    """At its limit a server closes what asks nothing, and else turns away who comes."""
     service = EchoService()
     calls = CallServer(service.servicers, max_connections=2)
     loop = asyncio.get_running_loop()
@@ -338,12 +338,18 @@ async def test_too_many_connections_are_turned_away() -> None:
     host, port = listener.sockets[0].getsockname()
     address = Address(host, port)
     async with raw_client(address) as one, raw_client(address) as two:
+        one.h2.send_headers(one.h2.get_next_available_stream_id(), one.headers(GENERATE.path))
+        await one.flush()  # a call that goes on
+        assert (await one.call(one.headers(TOKENIZE.path), framed(b"")))["grpc-status"] == "0"
         async with raw_client(address) as three:
-            assert await _until_closed(three) == ErrorCodes.REFUSED_STREAM
-        for client in (one, two):
-            message = framed(bytes(ask("hello")))
-            found = await client.call(client.headers(GENERATE.path), message)
-            assert found["grpc-status"] == "0"
+            assert await _until_closed(two) == ErrorCodes.NO_ERROR
+            three.h2.send_headers(1, three.headers(GENERATE.path))
+            for client in (one, three):
+                message = framed(bytes(ask("hello")))
+                found = await client.call(client.headers(GENERATE.path), message)
+                assert found["grpc-status"] == "0"
+            async with raw_client(address) as four:
+                assert await _until_closed(four) == ErrorCodes.REFUSED_STREAM
     listener.close()
     await calls.close()
     await listener.wait_closed()
