@@ -281,7 +281,7 @@ async def test_tokens_stay_on_the_device_between_steps(
 @pytest.fixture
 def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Splits of 32 positions, so that short rows have several."""
-    for module in ("batch", "decode_buckets", "attention.triton_kernels"):
+    for module in ("batch", "gpu.decode_buckets", "attention.triton_kernels"):
         monkeypatch.setattr(f"shared.engine.{module}.SPLIT_KEYS", 32)
 
 

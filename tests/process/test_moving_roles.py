@@ -279,7 +279,9 @@ async def test_up_starts_workers_that_may_be_either_and_ctrl_c_ends_them() -> No
         async with pdmesh("top", "--once", "--url", url) as top:
             assert await top.ended() == 0
         shown = [line.split()[:2] for line in top.out.splitlines()]
-        assert all([worker["pool"], worker["address"]] in shown for worker in workers)
+        # One that the answer was borrowed from may not be home yet, or be it since.
+        pools = [(worker["address"], {worker["home"], "mixed"}) for worker in workers]
+        assert all(any([pool, address] in shown for pool in names) for address, names in pools)
         assert len(up.children) == 4
         up.process.send_signal(signal.SIGINT)
         assert await up.ended() == 130
