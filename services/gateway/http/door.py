@@ -99,7 +99,7 @@ def serve_http(
 def serve_metrics(front: FrontDoor, address: Address) -> AbstractAsyncContextManager[Address]:
     """Serve what watches a gateway until the block ends: /metrics, /health and /ready, without key
     and TLS."""
-    routes = Routes(front, HttpDoor(front).watched_routes())
+    routes = Routes(front, HttpDoor(front).watched_routes(), AllowedOrigins())
     return listen(routes.handle, address, drain_s=0.0)
 
 

@@ -117,12 +117,14 @@ class AllowedOrigins:
 
         A browser sends a page's plain-text POST to any address that it reaches, also to a gateway
         without keys on the visitor's own machine, and keeps the page from the answer alone. What
-        is no browser says neither header. (Fetch Metadata, section 2.4; RFC 6454, section 7.)
+        is no browser says neither header. (W3C Fetch Metadata; RFC 6454, section 7.)
 
         Raises Forbidden.
         """
+        if request.method != "POST":
+            return
         origin, site = request.headers.get("Origin"), request.headers.get("Sec-Fetch-Site")
-        if request.method != "POST" or (origin is None and site is None) or self._may_ask(request):
+        if (origin is None and site is None) or self._may_ask(request):
             return
         if site is not None:
             is_ours = site in ("same-origin", "none")
@@ -162,14 +164,12 @@ class AllowedOrigins:
 class Routes:
     """The route table at work: each route behind the guard, and nothing else.
 
-    pages: whose pages may ask, too; None = the gateway's own alone.
+    pages: whose pages may ask, besides the gateway's own.
     """
 
-    def __init__(
-        self, front: FrontDoor, routes: Sequence[Route], pages: AllowedOrigins | None = None
-    ) -> None:
+    def __init__(self, front: FrontDoor, routes: Sequence[Route], pages: AllowedOrigins) -> None:
         self._front = front
-        self._pages = AllowedOrigins() if pages is None else pages
+        self._pages = pages
         self._known = {route.path: route.method for route in routes}
         self._plain: dict[str, dict[str, Route]] = {}
         self._patterns: dict[re.Pattern[str], dict[str, Route]] = {}

@@ -16,7 +16,7 @@ from services.gateway.front.calls import Call
 from services.gateway.http import connection
 from services.gateway.http.connection import MAX_PIPELINED, HttpRequest, listen
 from services.gateway.http.messages import Response
-from services.gateway.http.server import Policy, Route, Routes
+from services.gateway.http.server import AllowedOrigins, Policy, Route, Routes
 from shared.errors import WorkerLost
 from shared.rpc.network import Address
 from tests.support.http_client import raw_connection
@@ -369,7 +369,8 @@ async def served(
 ) -> AsyncGenerator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     """Connect to a listener with one route, ``/x``, which closes when the block ends."""
     front = front_door(ScriptedMesh())
-    routes = Routes(front, [Route("GET", "/x", Policy.ANYBODY, handler, "text/plain")])
+    route = Route("GET", "/x", Policy.ANYBODY, handler, "text/plain")
+    routes = Routes(front, [route], AllowedOrigins())
     try:
         async with listen(routes.handle, Address("127.0.0.1", 0), drain_s=drain_s) as address:
             host, port = str(address).split(":")

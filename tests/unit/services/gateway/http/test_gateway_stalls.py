@@ -17,7 +17,7 @@ from services.gateway.http.connection import (
     unless_stalled,
 )
 from services.gateway.http.messages import Response
-from services.gateway.http.server import Policy, Route, Routes
+from services.gateway.http.server import AllowedOrigins, Policy, Route, Routes
 from services.gateway.http.sse import EventStream
 from shared.errors import DeadlinePassed
 from shared.rpc.network import Address
@@ -157,7 +157,8 @@ async def test_a_client_that_does_not_read_a_whole_answer_is_cut(
         return Response(200, body, {})
 
     front = front_door(ScriptedMesh())
-    routes = Routes(front, [Route("GET", "/large", Policy.ANYBODY, large, "text/plain")])
+    route = Route("GET", "/large", Policy.ANYBODY, large, "text/plain")
+    routes = Routes(front, [route], AllowedOrigins())
     async with (
         listen(routes.handle, Address("127.0.0.1", 0)) as address,
         raw_connection(f"http://{address}") as (reader, writer),
