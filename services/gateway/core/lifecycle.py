@@ -19,7 +19,6 @@ from enum import Enum, StrEnum
 from typing import NamedTuple
 
 from shared.errors import (
-    InvalidRequest,
     LocalProtocolError,
     MeshError,
     NoBlocks,
@@ -279,9 +278,6 @@ class Lifecycle:
         if current is None or leg not in current.open_legs:
             return []
         current.open_legs.remove(leg)
-        if self._output and isinstance(error, InvalidRequest):
-            # Others have computed it so far: it is not the client's fault.
-            error = RemoteProtocolError(f"a worker refused an answer amid it: {error.message}")
         is_deciding = current.is_granted and Leg.DECODE in current.open_legs
         may_be_over = current.has_joined or (lost and is_deciding)
         if leg is Leg.PREFILL and current.has_first_token and may_be_over:

@@ -183,13 +183,12 @@ def test_the_clients_own_fault_is_not_retried() -> None:
     assert effects == [CancelLeg(Leg.DECODE), End(error)]
 
 
-def test_an_answer_that_has_begun_is_no_fault_of_its_client() -> None:
-    """A worker that refuses the rest of it is odd, and another one is tried."""
+def test_a_request_that_fails_amid_its_answer_is_not_tried_again() -> None:
+    """A grammar that can say nothing more says no more elsewhere, and its client is told why."""
     life, attempt = dispatched(is_whole=True)
     life.token_arrived(attempt, Leg.WHOLE, token(0))
-    (reroute,) = life.leg_failed(attempt, Leg.WHOLE, InvalidRequest("no"), lost=False)
-    assert isinstance(reroute, Reroute)
-    assert isinstance(reroute.error, RemoteProtocolError)
+    error = InvalidRequest("it cannot be followed any more", code="grammar_failed")
+    assert life.leg_failed(attempt, Leg.WHOLE, error, lost=False)[-1] == End(error=error)
 
 
 def test_no_blocks_becomes_overloaded_for_the_client() -> None:
