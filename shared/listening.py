@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
+import resource
 import socket
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import structlog
 
 from shared.address import Address, ip_of
+
+_log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
+
+FEW_FILES: Final = 8
+"""So many before the limit of open files it is told: past it uvloop closes connections, and says so
+nowhere."""
 
 AddressInfo = tuple[int, int, int, str, Any]
 """What ``getaddrinfo`` knows of one address of a name."""
@@ -42,8 +52,39 @@ async def listen_at(protocol: Any, host: str, port: int, **options: Any) -> asyn
             found = await loop.getaddrinfo(host or None, port, type=kind, flags=passive)
             hosts = [info[4][0] for info in of_this_machine(found)]
         # With port 0 every family would get a port of its own, so only one is asked for.
-        return await loop.create_server(protocol, hosts if port else hosts[:1], port, **options)
+        told = _telling_of_files(protocol, Address(host, port))
+        return await loop.create_server(told, hosts if port else hosts[:1], port, **options)
     except OSError as error:
         is_taken = error.errno == errno.EADDRINUSE
         reason = "the port is in use" if is_taken else error.strerror or error
         raise OSError(error.errno, f"cannot listen on {Address(host, port)}: {reason}") from error
+
+
+def _telling_of_files(protocol: Callable[[], Any], address: Address) -> Callable[[], Any]:
+    """Return what makes a connection's protocol and says, once, that the open files run out."""
+    limit, was_told = resource.getrlimit(resource.RLIMIT_NOFILE)[0], False
+
+    def made() -> Any:
+        nonlocal was_told
+        if not was_told and _next_file(limit) >= limit - FEW_FILES >= 0:
+            was_told = True
+            _log.warning(
+                "open files run out",
+                address=str(address),
+                limit=limit,
+                reason="connections past the limit are closed without an answer: raise it "
+                "(systemd: LimitNOFILE=, containers: --ulimit nofile=, a shell: ulimit -Hn)",
+            )
+        return protocol()
+
+    return made
+
+
+def _next_file(limit: int) -> int:
+    """Return the number that the next file would get, the least that is free."""
+    try:
+        number = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return limit
+    os.close(number)
+    return number

@@ -245,3 +245,28 @@ async def test_a_service_may_open_as_many_files_as_the_system_lets_it() -> None:
     async with child("process.tell(opened=len([os.dup(2) for _ in range(200)]))", patch=few) as end:
         assert await end.facts() == {"opened": 200}
         assert (await end.ended())[0] == EXIT_OK
+
+
+async def test_open_files_that_run_out_are_told_once_with_the_remedy() -> None:
+    """A connection past the limit is closed without a word: uvloop tells nobody."""
+    few = "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))"
+    body = """
+        from shared.listening import listen_at
+        server = await listen_at(asyncio.Protocol, "127.0.0.1", 0)
+        process.ready(port=server.sockets[0].getsockname()[1])
+        await process.stop.wait()
+    """
+    async with child(body, patch=few) as it:
+        port = (await it.facts())["port"]
+        assert isinstance(port, int)
+        async with contextlib.AsyncExitStack() as stack:
+            for _ in range(80):
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+                stack.callback(writer.close)
+        it.process.terminate()
+        code, stderr = await it.ended()
+    assert code == EXIT_OK
+    (told,) = [it for it in map(orjson.loads, stderr.splitlines()) if it["level"] == "warning"]
+    assert told["event"] == "open files run out"
+    assert (told["limit"], told["address"]) == (64, "127.0.0.1:0")
+    assert "LimitNOFILE=" in told["reason"]
