@@ -350,7 +350,7 @@ class Admission:
         elif request.waits_to_limit:
             waited_s = now - request.arrived_at
             # At the instant of the timer the limit is reached, and not yet missed: hence the 1 ms.
-            error = late(request.terms, Forecast(waited_s + 1e-3, 0.0, waited_s))
+            error = late(request.terms, Forecast(waited_s + 1e-3, 0.0))
         else:
             error = Overloaded(
                 f"no place came free within {self._max_wait_s:g} s{self._own_limit(request)}",

@@ -84,11 +84,13 @@ class ReportedSpeeds:
 
 
 class Forecast(NamedTuple):
-    """What a request would see, in seconds. retry: when each limit could be kept, inf = never."""
+    """What a request would see, in seconds. alone: with its workers to itself. retry: when the
+    limit between tokens could be kept, if ever."""
 
     ttft_s: float
     tbt_s: float
-    ttft_retry_s: float = 0.0
+    ttft_alone_s: float = 0.0
+    tbt_alone_s: float = 0.0
     tbt_retry_s: float = 0.0
 
 
@@ -191,7 +193,7 @@ class Overload:
         if tbt_s <= terms.tpot_s:
             return None
         retry_s = self._retry_s(decode, num_answers, terms.tpot_s, now)
-        return late(terms, Forecast(0.0, tbt_s, 0.0, retry_s))
+        return late(terms, Forecast(0.0, tbt_s, 0.0, self._speeds.step_s(decode, 1), retry_s))
 
     def forecast(
         self,
@@ -212,7 +214,7 @@ class Overload:
             ttft_s = speeds.queue_s(worker, now) + prompt_s
             if ttft_s < best_s:
                 best_s, place = ttft_s, idx
-        queue_s = waited_s + speeds.queue_s(sides.prefills[place], now)
+        alone_s = best_s - speeds.queue_s(sides.prefills[place], now)
         tbt_s, chosen, num_answers = math.inf, sides.decodes[0], 0
         for idx in sides.partners_of(place):
             worker = sides.decodes[idx]
@@ -224,8 +226,7 @@ class Overload:
         retry_s = 0.0
         if tbt_s > tpot_s:
             retry_s = self._retry_s(chosen, num_answers, tpot_s, now)
-        # A queue of so many seconds is gone after as many.
-        return Forecast(waited_s + best_s, tbt_s, queue_s, retry_s)
+        return Forecast(waited_s + best_s, tbt_s, alone_s, speeds.step_s(chosen, 1), retry_s)
 
     def _num_running(self, decode: Worker) -> int:
         own = self._on.get(decode.incarnation, {}).values()
@@ -254,8 +255,6 @@ class Overload:
                 low = middle
             else:
                 high = middle - 1
-        if low == 0:
-            return math.inf
         own = self._on.get(decode.incarnation, {}).values()
         ends = sorted(answer.first_token_at + self._mean_s for answer in own)
         num_over = num_answers + 1 - low
@@ -270,22 +269,23 @@ def late(terms: Terms, forecast: Forecast) -> WouldBeLate | None:
     missed: list[str] = []
     codes: list[str] = []
     retry_s = 0.0
-    for code, name, would_s, limit_s, after_s in (
-        ("slo_ttft", "time to first token", forecast.ttft_s, terms.ttft_s, forecast.ttft_retry_s),
-        ("slo_tbt", "time between tokens", forecast.tbt_s, terms.tpot_s, forecast.tbt_retry_s),
+    ttft_s, tbt_s, ttft_alone_s, tbt_alone_s, tbt_retry_s = forecast
+    # A queue of so many seconds is gone after as many.
+    of_ttft = (ttft_s, terms.ttft_s, ttft_s - terms.ttft_s, ttft_alone_s)
+    of_tbt = (tbt_s, terms.tpot_s, tbt_retry_s, tbt_alone_s)
+    for code, name, field, hint, (would_s, limit_s, after_s, alone_s) in (
+        ("slo_ttft", "time to first token", "ttft_ms", ", or shorten the prompt", of_ttft),
+        ("slo_tbt", "time between tokens", "tpot_ms", "", of_tbt),
     ):
         if would_s <= limit_s:
             continue
-        if code == "slo_ttft" and would_s - after_s > limit_s:
-            after_s = math.inf  # without any queue, too
         codes.append(code)
         missed.append(
             f"its {name} would be {_text(would_s)}, {_text(would_s - limit_s)} over its limit"
         )
-        if after_s == math.inf:
-            missed.append("which even an idle worker cannot keep: raise it, or shorten the prompt")
-        elif code == "slo_ttft":
-            after_s = would_s - limit_s
+        if alone_s > limit_s:
+            after_s, raised = math.inf, f"raise {field} to {math.ceil(alone_s * 1e3)}{hint}"
+            missed.append(f"which even an idle worker cannot keep: {raised}")
         retry_s = max(retry_s, after_s)
     if not codes:
         return None

@@ -50,12 +50,22 @@ def test_a_queue_that_is_too_long_is_refused_with_the_time_that_it_takes() -> No
     assert refused("early", sides(pending=400), waited_s=0.2, ttft_s=1.0) is not None
 
 
-def test_a_limit_that_no_idle_worker_keeps_says_so() -> None:
-    """To come back would not help."""
-    error = refused("early", sides(), num_tokens=3000, ttft_s=1.0)
+def test_a_limit_that_no_idle_worker_keeps_says_which_one_could_keep() -> None:
+    """To come back would not help; nor would a shorter prompt, between tokens."""
+    never = "which even an idle worker cannot keep: raise"
+    error = refused("early", sides(pending=500), num_tokens=3000, ttft_s=1.0)
     assert error is not None
-    assert "even an idle worker cannot keep" in error.message
+    assert error.message.endswith(f"{never} ttft_ms to 3000, or shorten the prompt")
     assert error.retry_after_s == 0.0
+    error = refused("early", sides(answers=3), tpot_s=0.0299)
+    assert error is not None
+    assert error.message.endswith(f"{never} tpot_ms to 30")
+    assert error.retry_after_s == 0.0
+    at_decode = Overload(OverloadMode.STAGE, SPEED).refusal_at_decode(
+        Terms(tpot_s=0.0299), sides(answers=3).decodes[0], 0.0
+    )
+    assert at_decode is not None
+    assert at_decode.message.endswith(f"{never} tpot_ms to 30")
     error = refused("early", sides(pending=2_000_000), ttft_s=1.0)
     assert error is not None
     assert "would be 2000 s, 2000 s over its limit, come back in 2000 s" in error.message
