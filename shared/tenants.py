@@ -106,12 +106,14 @@ def tenants_of(tables: Any, path: Path) -> dict[str, Tenant]:
     return found
 
 
-def require_keys(tenants: Collection[str], keys: Collection[str]) -> None:
-    """Raise InvalidRequest, with the remedy, unless every tenant has an API key."""
+def require_keys(tenants: Collection[str], keys: Collection[str], path: Path | None) -> None:
+    """Raise InvalidRequest, with the remedy, unless every tenant has an API key. path: of the
+    tenants' file."""
     strangers = sorted(set(tenants).difference(keys))
     if strangers:
         raise InvalidRequest(
-            f"[{TABLE}.{strangers[0]}]: no API key has this name, so nobody could be this tenant: "
-            f"`pdmesh hash-key {strangers[0]}` makes one for --api-keys, or remove the table",
+            f"{path}: [{TABLE}.{strangers[0]}]: no API key has this name, so nobody could be this "
+            f"tenant: `pdmesh hash-key {strangers[0]}` makes one for --api-keys, or remove the "
+            "table",
             param=TABLE,
         )

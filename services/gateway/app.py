@@ -106,7 +106,7 @@ class Gateway:
                 ),
             )
             tenants = read_tenants(config.tenants) if config.tenants is not None else {}
-            require_keys(tenants, keys.names)
+            require_keys(tenants, keys.names, config.tenants)
             mesh = self.mesh = GatewayMesh(members, config, (answers,), tenants)
             loop_lag = register_mesh_metrics(metrics.registry, mesh, members)
             register_process_metrics(metrics.registry, "gateway", self.incarnation)

@@ -238,4 +238,4 @@ async def test_terms_that_cannot_be_keep_a_gateway_from_starting(tmp_path: Path)
             gateway = await mesh.start("gateway", api_keys=keys, tenants=tenants)
             assert await gateway.ended() == EXIT_BAD_CONFIG
             (error,) = [json.loads(line) for line in gateway.log if '"level":"error"' in line]
-            assert "no API key has this name" in error["error"]
+            assert f"{tenants}: [tenants.stranger]: no API key has this name" in error["error"]

@@ -186,7 +186,7 @@ def fleet(
     offers = candidates(bounds, price, most_devices=most, has_mixed=fleet_flags.mixed)
     budget = fleet_flags.budget
     if not offers or (budget is not None and min(it.cost for it in offers) > budget):
-        raise InvalidRequest(f"that is too little for any mesh of these: {most} devices at most")
+        raise InvalidRequest(f"that is too little for any mesh: at most {most} of these devices")
     if fleet_flags.max_devices is None and budget is not None and most == MOST_DEVICES:
         print(f"no mesh has more than {most} devices here, whatever the budget", file=sys.stderr)
     found = _Found()
@@ -293,7 +293,7 @@ def _show(
     asked = (
         f"cheapest for {flags.rate:g} requests/s"
         if fleet_flags.budget is None
-        else f"best goodput for {fleet_flags.budget:g} {price.unit}"
+        else f"best goodput for {price.text(fleet_flags.budget)}"
     )
     console.print(f"{asked} of {flags.workload}, {goal}; seed {flags.seed}")
     table = plain_table("mesh", price.unit, "cannot exceed", "attains", left="mesh")
@@ -310,11 +310,11 @@ def _show(
     else:
         chosen, second = search.chosen, search.runner_up
         console.print(
-            f"{chosen.shape}: {chosen.cost:g} {price.unit}, attains "
+            f"{chosen.shape}: {price.text(chosen.cost)}, attains "
             f"{search.goodput_of(chosen):.3g} requests/s"
         )
         console.print(
-            f"runner-up: {second.shape}, {second.cost:g} {price.unit}, "
+            f"runner-up: {second.shape}, {price.text(second.cost)}, "
             f"{search.goodput_of(second):.3g} requests/s"
             if second
             else "runner-up: none within these limits that is not the chosen one and more"

@@ -30,6 +30,10 @@ class Price:
         """Return what a mesh costs."""
         return sum(part.num * part.unit.tp * self.of[part.unit.device] for part in shape.parts)
 
+    def text(self, cost: float) -> str:
+        """Return a cost with its unit: of one device without the plural."""
+        return f"{cost:g} {self.unit.removesuffix('s') if cost == 1 else self.unit}"
+
 
 @dataclass(frozen=True, slots=True)
 class MeshOffer:

@@ -207,6 +207,15 @@ def test_a_load_that_attains_by_chance_is_said_to(
         assert word in said
 
 
+@pytest.mark.parametrize(
+    ("cost", "unit", "text"),
+    [(1.0, "devices", "1 device"), (2.0, "devices", "2 devices"), (1.0, "€/h", "1 €/h")],
+)
+def test_a_cost_has_its_unit(cost: float, unit: str, text: str) -> None:
+    """One device is no plural."""
+    assert Price({"": 1.0}, unit).text(cost) == text
+
+
 @pytest.mark.slow
 def test_a_device_of_given_times_has_a_price(capsys: pytest.CaptureFixture[str]) -> None:
     """The one that is given, whatever the device is called."""
