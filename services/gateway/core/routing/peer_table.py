@@ -315,10 +315,12 @@ def _require_compatible(worker: Worker, other: Worker, *, allow_mixed_engines: b
     if theirs.fingerprint != ours.fingerprint:
         if kinds[1] == "fake" and theirs.max_model_len != ours.max_model_len:
             raise _mismatch("max_model_len", who, theirs.max_model_len, ours.max_model_len)
+        others = " (or other --max-model-len, --vllm-args)" if "vllm" in kinds else ""
         raise IncompatiblePeer(
             f"model: {who} has {theirs.name!r} with fingerprint {_short(theirs)}, the mesh has "
             f"{ours.name!r} with {_short(ours)}, which are other weights or another config.json of "
-            f"one name: copy one folder to all machines and set [mesh] model (--model) to it",
+            f"one name{others}: copy one folder to all machines and set [mesh] model (--model) "
+            "to it",
             param="model",
             code="model_fingerprint",
         )

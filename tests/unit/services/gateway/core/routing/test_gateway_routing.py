@@ -434,6 +434,22 @@ def test_engines_that_differ_serve_together_only_if_told_to(
         lenient.join(fake)
 
 
+def test_settings_that_make_another_model_of_one_folder_are_named() -> None:
+    """vLLM computes another function with another --max-model-len for some models."""
+    table = PeerTable()
+    first, second = (
+        ModelSpec(
+            name="m", fingerprint=bytes([idx]) * 32, vocab_size=100, max_model_len=512,
+            dtype="float32", engine="vllm 0.32.0",
+        )
+        for idx in (1, 2)
+    )  # fmt: skip
+    table.join(a_worker(Role.PREFILL, 1, model=first))
+    words = r"one name \(or other --max-model-len, --vllm-args\): copy"
+    with pytest.raises(IncompatiblePeer, match=words):
+        table.join(a_worker(Role.DECODE, 2, model=second))
+
+
 def test_fake_engines_of_another_context_are_told_so() -> None:
     """Their fingerprint counts it."""
     table = PeerTable()
