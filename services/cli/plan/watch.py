@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, NamedTuple
@@ -39,6 +40,10 @@ from shared.ids import Incarnation
 from shared.predict.step_time import StepFit
 from shared.runtime.service import EXIT_OK
 from shared.telemetry.tracing import CANCELLED
+
+LOOK_S: Final = 5.0
+"""Between two looks at most, as of the gateway's own planner: of what came and was forgotten
+between them only the workers' orders tell, and a gateway that began anew must look younger."""
 
 _LOOKS: Final = Parameter(group=Group("Output", sort_key=1), show_env_var=False)
 
@@ -108,7 +113,7 @@ def watch(
     Parameters
     ----------
     interval
-        Seconds between two looks; the gateway's own planner looks every 5.
+        Seconds between two lines; it looks at least every 5, as the gateway's own planner.
     once
         Look once and end.
     """
@@ -118,17 +123,20 @@ def watch(
     async def follow() -> None:
         console = Console(stderr=True, highlight=False)
         watcher, trouble = Watcher(rules), ""
+        num_looks, due = math.ceil(interval / LOOK_S), 0
         said: list[str] | None = None
         async with gateway.access.session() as session:
             while True:
                 try:
                     body = await gateway.get(session, RECENT)
                     look = watcher.look(read_body(body, gateway.url))
-                    if as_json:
-                        print(orjson.dumps(facts_of(look)).decode(), flush=True)
-                    else:
-                        print_lines(lines_of(look, said or ()))
-                    said, trouble = [*words_of(look)], ""
+                    if due <= 0:
+                        if as_json:
+                            print(orjson.dumps(facts_of(look)).decode(), flush=True)
+                        else:
+                            print_lines(lines_of(look, said or ()))
+                        said, due = [*words_of(look)], num_looks
+                    trouble = ""
                 except MeshError as error:
                     if said is None:
                         raise
@@ -137,7 +145,8 @@ def watch(
                         console.print(f"{trouble}. Trying again …", soft_wrap=True)
                 if once:
                     return
-                await asyncio.sleep(interval)
+                due -= 1
+                await asyncio.sleep(interval / num_looks)
 
     code = run_interruptible(follow)
     return EXIT_OK if code == EXIT_INTERRUPTED else code

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from typing import Any
 
 import msgspec
 import pytest
 
 from services.cli import main
+from services.cli.plan import watch
 from services.cli.plan.watch import Watcher, WatchFlags, facts_of, lines_of, words_of
 from services.gateway.http.cluster_bodies import RecentRequests
 from tests.support.recent import recent
@@ -90,6 +93,27 @@ def test_one_look_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> N
         assert "1P+1D, 1 requests/s" in capsys.readouterr().out
         assert main(["plan", "watch", "--once", "--json", "--url", gateway.url]) == 0
     assert json.loads(capsys.readouterr().out)["present"] == {"prefill": 1, "decode": 1}
+
+
+def test_lines_that_come_seldom_are_of_looks_that_come_often(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gateway forgets requests, and may begin anew unseen: at 20 a second a look every ten
+    minutes counted 227."""
+    monkeypatch.setattr(watch, "LOOK_S", 0.01)
+    num_asked = 0
+
+    class Counted(dict[str, Any]):
+        def __getitem__(self, path: str) -> Any:
+            nonlocal num_asked
+            num_asked += 1
+            if num_asked == 20:
+                os.kill(os.getpid(), signal.SIGINT)
+            return super().__getitem__(path)
+
+    with StubGateway(Counted({PATH: recent()})) as gateway:
+        assert main(["plan", "watch", "--interval", "600", "--url", gateway.url]) == 0
+    assert capsys.readouterr().out.count("would do nothing") == 1
 
 
 def test_who_is_no_gateway_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
