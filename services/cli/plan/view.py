@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Final
@@ -63,13 +64,24 @@ def show_tables(tables: Iterable[PaperTable], *, as_json: bool = False) -> None:
 
 @contextlib.contextmanager
 def progress(title: str, total: int) -> Generator[Callable[..., None]]:
-    """Show how far something long has come, where somebody looks, with the time that is left.
+    """Show how far something long has come, with the time that is left: in a bar where somebody
+    looks, else in a line, each time that it has taken twice as long.
 
     What is yielded is told how many parts are done, or with nothing, that one more is.
     """
     console = Console(stderr=True, highlight=False)
+    began, num, next_s = time.monotonic(), 0, SHORT_S
+
+    def tell(done: int | None = None) -> None:
+        nonlocal num, next_s
+        num, took_s = num + 1 if done is None else done, time.monotonic() - began
+        if took_s > next_s and 0 < num < total:
+            next_s = 2 * took_s
+            left = _about(took_s / num * (total - num))
+            console.print(f"{title}: {num} of {total}, {left} more", soft_wrap=True)
+
     if not console.is_terminal:
-        yield lambda *done: None
+        yield tell
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:
@@ -108,9 +120,13 @@ def say_how_long(num_runs: int, run_s: float, shorter: str) -> None:
     most_s = num_runs * run_s
     if most_s < SHORT_S:
         return
-    text = f"{most_s / 3600:.1f} hours" if most_s >= 3600 else f"{max(1, round(most_s / 60))} min"
     num = "one simulation" if num_runs == 1 else f"at most {num_runs} simulations"
     Console(stderr=True, highlight=False).print(
-        f"{num}, about {text}: {shorter}; Ctrl-C keeps what was found",
+        f"{num}, {_about(most_s)}: {shorter}; Ctrl-C keeps what was found",
         soft_wrap=True,
     )
+
+
+def _about(seconds: float) -> str:
+    minutes = f"{max(1, round(seconds / 60))} min"
+    return f"about {seconds / 3600:.1f} hours" if seconds >= 3600 else f"about {minutes}"
