@@ -8,6 +8,7 @@ the error of what it would have said just before, so that who is told may judge 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -88,7 +89,7 @@ class StepTimeModel:
         self._line = LeastSquares(3, in_order=True)
         self._coefficients = (0.0, 0.0, 0.0)
         self._level = 1.0
-        self._ratios = RunningQuantiles(_LEVEL_STEPS)
+        self._last: deque[tuple[int, int, float]] = deque(maxlen=_LEVEL_STEPS)
         self._mean_level = 1.0
         self._num_levels = 0
         self._num_steps = 0
@@ -100,8 +101,9 @@ class StepTimeModel:
         if self._num_steps:
             self._num_steps = max(self._num_steps, MIN_STEPS)
             self._line.anchor()
+            self._last.clear()
             self._fit()
-            self._level, self._ratios = 1.0, RunningQuantiles(_LEVEL_STEPS)
+            self._level = 1.0
             self._mean_level, self._num_levels = 1.0, 0
             self._errors = RunningQuantiles(_NUM_ERRORS)
 
@@ -114,11 +116,10 @@ class StepTimeModel:
             predicted_s = shape_s * self._level
             self._errors.add(abs(predicted_s - seconds) / seconds)
             seconds = min(max(seconds, predicted_s / _FARTHEST), predicted_s * _FARTHEST)
-            ratio = seconds / shape_s
-            self._ratios.add(ratio)
-            self._level = self._ratios.quantile(0.5)
+            self._last.append((num_tokens, num_attended, seconds))
+            self._level = self._median_ratio()
             self._num_levels = min(self._num_levels + 1, _MEAN_STEPS)
-            self._mean_level += (ratio - self._mean_level) / self._num_levels
+            self._mean_level += (seconds / shape_s - self._mean_level) / self._num_levels
         self._line.observe((1.0, num_tokens, num_attended), seconds)
         self._num_steps += 1
         self._num_unfitted += 1
@@ -151,7 +152,18 @@ class StepTimeModel:
         constant_s, token_s, attended_s = self._coefficients
         return constant_s + token_s * num_tokens + attended_s * num_attended
 
+    def _median_ratio(self) -> float:
+        ratios = sorted(
+            seconds / shape_s
+            for num_tokens, num_attended, seconds in self._last
+            if (shape_s := self._shape_s(num_tokens, num_attended)) > 0
+        )
+        return ratios[(len(ratios) - 1) // 2] if ratios else 1.0
+
     def _fit(self) -> None:
         a, b, c = self._line.solve()
         self._coefficients = a, b, c
         self._num_unfitted = 0
+        # What the shape has taken up now is no level any more.
+        before, self._level = self._level, self._median_ratio()
+        self._mean_level *= self._level / before

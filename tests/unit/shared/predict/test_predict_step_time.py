@@ -74,6 +74,18 @@ def test_a_machine_that_slows_down_is_followed() -> None:
     assert model.predict(512, 140_000) == pytest.approx(2 * real_s(512, 140_000), rel=0.25)
 
 
+def test_a_profile_that_was_disturbed_heals_with_the_first_steps() -> None:
+    """Nor do steps count twice once the shape is fitted to them, too: they did, and a machine that
+    had been measured at a third of its speed passed for one of twice its speed for twenty steps."""
+    model = a_model(slower=3.0)
+    model.profiled()
+    for number in range(40):
+        model.observe(64, 2080, real_s(64, 2080))
+        predicted_s = model.predict(64, 2080)
+        assert predicted_s == pytest.approx(real_s(64, 2080), rel=0.01), number
+    assert model.fit().mean_ratio == pytest.approx(1.0, abs=0.01)
+
+
 def test_a_profile_is_not_forgotten() -> None:
     """After hours of single tokens a long prompt is still predicted as it was measured."""
     model = a_model()
