@@ -55,6 +55,7 @@ from services.gateway.http.server import AllowedOrigins, Policy, Route, Routes, 
 from services.gateway.http.tool_answers import ToolChatFormat
 from services.gateway.http.unserved_fields import refuse_unserved
 from services.gateway.mesh import ServedModel
+from shared.address import is_loopback
 from shared.errors import InvalidRequest
 from shared.rpc.network import Address
 from shared.rpc.tls import ServerTls
@@ -84,7 +85,8 @@ def serve_http(
 
     origins: whose pages may ask, too.
     """
-    pages = AllowedOrigins(origins)
+    only_here = front.keys.is_open and is_loopback(address.host)
+    pages = AllowedOrigins(origins, only_here=only_here)
     return listen(
         Routes(front, HttpDoor(front).routes(), pages).handle,
         address,

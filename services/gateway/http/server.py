@@ -26,6 +26,7 @@ from services.gateway.http.bodies import ErrorBody
 from services.gateway.http.connection import HttpRequest
 from services.gateway.http.json_body import Body, parse_body, plain
 from services.gateway.http.messages import Response, error_response
+from shared.address import ip_of
 from shared.errors import DeadlinePassed, Forbidden, InvalidRequest, NotFound
 from shared.telemetry.moments import Moment, note
 
@@ -107,10 +108,12 @@ class AllowedOrigins:
 
     A browser keeps a page from reading what another origin answers unless that says so (Fetch
     standard, "CORS protocol"). Without ``--cors-origins`` nothing is said; our own page needs none.
+    only_here: nobody but this machine reaches us, and no key is needed.
     """
 
-    def __init__(self, origins: frozenset[str] = frozenset()) -> None:
+    def __init__(self, origins: frozenset[str] = frozenset(), *, only_here: bool = False) -> None:
         self._origins = origins
+        self._only_here = only_here
 
     def check(self, request: HttpRequest) -> None:
         """Refuse a page that asks in its visitor's name (cross-site request forgery).
@@ -119,6 +122,9 @@ class AllowedOrigins:
         without keys on the visitor's own machine, and keeps the page from the answer alone. What
         is no browser says neither header. (W3C Fetch Metadata; RFC 6454, section 7.)
 
+        Nor may a page of a name that somebody lets point to this machine (DNS rebinding), for then
+        its origin is ours. No such page comes by https, for which nobody has our certificate.
+
         Raises Forbidden.
         """
         if request.method != "POST":
@@ -126,13 +132,15 @@ class AllowedOrigins:
         origin, site = request.headers.get("Origin"), request.headers.get("Sec-Fetch-Site")
         if (origin is None and site is None) or self._may_ask(request):
             return
+        scheme, _, host = str(origin).partition("://")
         if site is not None:
             is_ours = site in ("same-origin", "none")
         else:  # an old browser, or plain HTTP to another machine
-            is_ours = str(origin).partition("://")[2] == request.headers.get("Host")
-        if not is_ours:
+            is_ours = host == request.headers.get("Host")
+        if not is_ours or (self._only_here and scheme == "http" and not _is_of_here(host)):
             raise Forbidden(
-                "a page of another origin may not ask: the gateway's --cors-origins says which may",
+                "a page of another origin, or of a name that others may own, may not ask: the "
+                "gateway's --cors-origins says which may",
                 code="cross_origin",
             )
 
@@ -274,6 +282,13 @@ def _authorization(headers: Mapping[str, str]) -> str | None:
     if own is None and (bare := headers.get("X-Api-Key")) is not None:
         return f"Bearer {bare}"
     return own
+
+
+def _is_of_here(host: str) -> bool:
+    """Whether nobody else can let it point here: an address, or a name that every machine keeps for
+    itself (RFC 6761, section 6.3)."""
+    name = re.sub(r":\d+$", "", host)
+    return ip_of(name.strip("[]")) is not None or f".{name}".endswith(".localhost")
 
 
 def _pattern(path: str) -> re.Pattern[str]:

@@ -7,6 +7,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from services.gateway.front.auth import KeyRing
 from tests.support.http_client import HI
 from tests.support.scripted_mesh import ScriptedMesh, http_gateway
 
@@ -19,8 +20,9 @@ async def asked(
 ) -> tuple[int, dict[str, str]]:
     """Status and what the answer says to a browser that shows a page of ``origin``."""
     headers = {"Origin": origin, **options.pop("headers", {})}
+    keys = options.pop("keys", None)
     async with (
-        http_gateway(ScriptedMesh(), origins=frozenset(origins)) as url,
+        http_gateway(ScriptedMesh(), keys, origins=frozenset(origins)) as url,
         aiohttp.ClientSession() as session,
         session.request(method, url + path, headers=headers, **options) as response,
     ):
@@ -97,7 +99,41 @@ async def test_our_own_page_may_ask_behind_a_proxy_that_names_another_host(
 
 async def test_without_a_browsers_word_the_host_decides() -> None:
     """An old browser, or plain HTTP to another machine."""
-    ours = {"Host": "mesh.internal:8000"}
+    ours = {"Host": "mesh.internal:8000", "Authorization": "Bearer k"}
     for origin, due in (("http://mesh.internal:8000", 200), ("http://mesh.internal", 403)):
-        status, _ = await asked(set(), "POST", CHAT, origin, json={"messages": HI}, headers=ours)
+        status, _ = await asked(
+            *(set(), "POST", CHAT, origin),
+            **{"json": {"messages": HI}, "headers": ours, "keys": KeyRing(plain_key="k")},
+        )
         assert status == due
+
+
+@pytest.mark.parametrize("headers", [{}, SAME])
+@pytest.mark.parametrize(
+    ("host", "origins", "due"),
+    [
+        ("evil.example:8000", set[str](), 403),
+        ("localhost.evil.example", set[str](), 403),
+        ("127.0.0.1.evil.example:8000", set[str](), 403),
+        ("mesh.internal:8000", {"http://mesh.internal:8000"}, 200),
+        *((host, set[str](), 200) for host in ("127.0.0.1:8000", "[::1]:8000", "localhost")),
+        ("pdmesh.localhost:8000", set[str](), 200),
+    ],
+)
+async def test_a_page_whose_name_was_let_point_here_cannot_ask(
+    host: str, origins: set[str], due: int, headers: dict[str, str]
+) -> None:
+    """DNS rebinding: its origin is then this gateway's, which listens on loopback without keys."""
+    status, _ = await asked(
+        *(origins, "POST", CHAT, f"http://{host}"),
+        **{"json": {"messages": HI}, "headers": {"Host": host, **headers}},
+    )
+    assert status == due
+
+
+async def test_what_is_no_browser_may_call_this_machine_what_it_likes() -> None:
+    """A proxy on the same machine hands on the name that its clients used."""
+    async with http_gateway(ScriptedMesh()) as url, aiohttp.ClientSession() as session:
+        body, headers = {"messages": HI}, {"Host": "chat.example.org"}
+        async with session.post(url + CHAT, json=body, headers=headers) as response:
+            assert response.status == 200
