@@ -307,6 +307,17 @@ def test_links_out_of_the_folder(folder: Path, tmp_path: Path) -> None:
         ({"eos_token_id": ["a"]}, ("eos_token_id",)),
         ({"dtype": "int4"}, ("int4",)),
         ({"max_position_embeddings": 0}, ("max_position_embeddings",)),
+        ({"num_hidden_layers": 1 << 24}, ("num_hidden_layers", "up to 10000")),
+        ({"head_dim": 10**400}, ("head_dim", "up to 2147483647")),
+        ({"rope_theta": 10**400}, ("rope_theta", "up to 1e99")),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 1e308}},
+            ("rope_parameters: factor", "up to 1e99"),
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4, "beta_fast": 5e-324}},
+            ("rope_parameters: beta_fast", "5e-324"),
+        ),
     ],
     ids=str,
 )

@@ -20,6 +20,11 @@ from shared.errors import ModelError
 DEFAULT_ROPE_THETA = 10_000.0
 DEFAULT_RMS_NORM_EPS = 1e-6
 
+MAX_COUNT = (1 << 31) - 1
+MAX_LAYERS = 10_000
+MAX_NUMBER = 1e99
+"""A damaged config.json says more, and would take all memory before any tensor is missed."""
+
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
 
@@ -110,11 +115,11 @@ class ConfigReader:
             raise self.error(f"{key} is missing")
         return default if value is None else value
 
-    def count(self, key: str, default: int | None = None) -> int:
+    def count(self, key: str, default: int | None = None, *, most: int = MAX_COUNT) -> int:
         """Return a positive integer; a missing or null key is an error if there is no default."""
         value = self._value(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.error(f"{key} must be a positive integer, not {value!r}")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            raise self.error(f"{key} must be a positive integer up to {most}, not {value!r}")
         return value
 
     def index(self, key: str, default: int) -> int:
@@ -122,17 +127,17 @@ class ConfigReader:
         value = self._value(key, default)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_COUNT:
             raise self.error(f"{key} must be an integer >= 0, not {value!r}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a finite number > 0."""
+        """Return a number > 0."""
         value = self._value(key, default)
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise self.error(f"{key} must be a number, not {value!r}")
-        if not math.isfinite(value) or value <= 0:
-            raise self.error(f"{key} must be greater than 0, not {value!r}")
+        if not 1 / MAX_NUMBER <= value <= MAX_NUMBER:
+            raise self.error(f"{key} must be greater than 0, up to 1e99, not {value!r}")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
@@ -174,7 +179,7 @@ def read_common(
     _refuse_unsupported(reader)
     hidden_size = reader.count("hidden_size")
     num_heads = reader.count("num_attention_heads")
-    num_layers = reader.count("num_hidden_layers")
+    num_layers = reader.count("num_hidden_layers", most=MAX_LAYERS)
     if num_kv_heads is None or "num_key_value_heads" in reader.values:  # null: as many as heads
         num_kv_heads = num_heads
     num_kv_heads = reader.count("num_key_value_heads", num_kv_heads)
