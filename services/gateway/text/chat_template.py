@@ -100,12 +100,12 @@ class ChatTemplate:
         functions["strftime_now"] = strftime_now
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
+        # What Jinja overlooks Python finds, and raises what it will (SyntaxError, RecursionError).
+        except Exception as error:
+            why = f"is not valid: {error}"
             if of_client:
-                raise InvalidRequest(
-                    f"chat_template: is not valid: {error}", param="chat_template"
-                ) from None
-            raise ModelError(f"the model's chat template is not valid: {error}") from error
+                raise InvalidRequest(f"chat_template: {why}", param="chat_template") from None
+            raise ModelError(f"the model's chat template {why}") from error
         self.source = source
         self._name = "the request's chat template" if of_client else "the model's chat template"
         self._param = "chat_template" if of_client else "messages"
@@ -175,6 +175,8 @@ class ChatTemplate:
                         code="context_length_exceeded",
                     )
                 pieces.append(piece)
+            text = "".join(pieces)
+            text.encode()  # half a character, which no tokenizer takes, is found here
         except InvalidRequest:
             raise
         except _TemplateRefusal as refusal:
@@ -187,7 +189,7 @@ class ChatTemplate:
                 f"{self._name} cannot render these messages ({type(error).__name__})",
                 param=self._param,
             ) from error
-        return "".join(pieces)
+        return text
 
 
 def _calls_of(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:

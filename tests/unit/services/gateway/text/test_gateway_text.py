@@ -636,7 +636,11 @@ async def test_a_clients_template_is_its_own_fault() -> None:
     model = tiny_text_model(None)
     hi = [{"role": "user", "content": "hi"}]
     assert await model.render(hi, Rendering(chat_template="{{ messages[0].content }}!")) == "hi!"
-    for broken in ("{% if %}", "{{ raise_exception('no') }}", "{{ 1 / 0 }}"):
+    deep = "{{" + "(" * 3000 + "1" + ")" * 3000 + "}}"
+    for broken in (
+        *("{% if %}", "{% break %}", "{{ f(a=1, a=2) }}", deep, "{{ 10 ** 5000 }}"),
+        *("{{ raise_exception('no') }}", "{{ 1 / 0 }}", r"{{ '\ud800' }}", "{{ '%c' % 55296 }}"),
+    ):
         with pytest.raises(InvalidRequest) as caught:
             await model.render(hi, Rendering(chat_template=broken))
         assert caught.value.param == "chat_template"
@@ -677,8 +681,9 @@ def test_what_a_template_cannot_render_is_the_requests_fault(source: str, words:
 
 def test_a_template_that_does_not_compile_is_the_models_fault() -> None:
     """A broken template is found at start, not at the first request."""
-    with pytest.raises(ModelError, match="chat template"):
-        ChatTemplate("{% if %}", SpecialTokens())
+    for source in ("{% if %}", "{% break %}", "{{ f(a=1, a=2) }}"):
+        with pytest.raises(ModelError, match="chat template"):
+            ChatTemplate(source, SpecialTokens())
 
 
 async def test_a_model_without_a_template_refuses_chat() -> None:
