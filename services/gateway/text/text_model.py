@@ -290,7 +290,9 @@ def _marks(tokenizer: Tokenizer) -> frozenset[str]:
 
 def _is_byte_level(tokenizer: Tokenizer) -> bool:
     """Whether tokens are written in the byte alphabet of GPT-2."""
-    decoder: dict[str, Any] = json.loads(tokenizer.to_str()).get("decoder") or {}
+    if tokenizer.decoder is None:
+        return False
+    decoder: dict[str, Any] = json.loads(cast("bytes", tokenizer.decoder.__getstate__()))
     parts = cast("list[dict[str, Any]]", decoder.get("decoders") or [decoder])
     return any(part.get("type") == "ByteLevel" for part in parts)
 

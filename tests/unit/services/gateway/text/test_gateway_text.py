@@ -473,6 +473,15 @@ def test_pieces_of_a_sentencepiece_tokenizer() -> None:
     model.close()
 
 
+def test_an_id_far_beyond_all_others_costs_no_time() -> None:
+    """A damaged tokenizer.json had every id up to it written out: minutes and gigabytes."""
+    tokenizer = Tokenizer(models.BPE(vocab={"a": 0, "b": 1 << 26}, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    begin = time.process_time()
+    TextModel(tokenizer, None).close()
+    assert time.process_time() - begin < 0.3
+
+
 async def test_a_long_text_is_tokenized_on_a_thread_with_the_same_result() -> None:
     """Off the loop or on it, the ids are the same."""
     model = tiny_text_model()
