@@ -8,6 +8,7 @@ never opens weights, runs no code from the folder, and follows no symlink that l
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -200,7 +201,8 @@ class ModelFolder:
             value = self._generation_config.get(key)
             if value is None:
                 continue
-            if not isinstance(value, int | float) or isinstance(value, bool):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not -math.inf < value < math.inf:
                 raise ModelError(
                     f"{self.path}/generation_config.json: {key} must be a number, not {value!r}"
                 )

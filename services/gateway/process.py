@@ -7,9 +7,12 @@ import os
 
 from services.gateway.app import Gateway
 from services.gateway.core.routing.peer_table import OwnModel
+from services.gateway.limits import SamplingForm, sampling_params
+from services.gateway.mesh import ServedModel
 from services.gateway.processes import run_gateways
 from services.gateway.text.text_model import TextModel
 from shared.config import GatewayConfig
+from shared.errors import InvalidRequest, ModelError
 from shared.mesh_secret import mesh_secret
 from shared.model_folder import ModelFolder, resolve_model
 from shared.rpc.network import Address
@@ -22,6 +25,18 @@ def load(config: GatewayConfig) -> tuple[ModelFolder, TextModel]:
     """Return the model's folder, and its text: as many long prompts may wait to be tokenized as
     are let in afterwards. Raises ModelError."""
     folder = ModelFolder(resolve_model(config.model))
+    served = ServedModel(name="", vocab_size=folder.vocab_size, max_model_len=1, created=0)
+    try:  # else each request that leaves them out would be told that it has them wrong
+        sampling_params(
+            SamplingForm(),
+            model=served,
+            num_prompt_tokens=0,
+            default_max_tokens=1,
+            defaults=folder.generation_defaults,
+            seed=0,
+        )
+    except InvalidRequest as error:
+        raise ModelError(f"{folder.path}/generation_config.json: {error.message}") from None
     return folder, TextModel.load(folder, max_offloaded=config.max_running + config.max_waiting)
 
 

@@ -6,9 +6,11 @@ import asyncio
 import datetime
 import itertools
 import re
+import shutil
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -491,6 +493,18 @@ async def test_a_long_text_is_tokenized_on_a_thread_with_the_same_result() -> No
     assert await model.encode(text, add_special_tokens=False) == wanted
     assert await model.decode(wanted) == text
     model.close()
+
+
+@pytest.mark.parametrize("wrong", ['"temperature": -5', '"top_p": 0', '"top_k": Infinity'])
+def test_defaults_that_no_request_may_have_are_refused_at_the_start(
+    tmp_path: Path, wrong: str
+) -> None:
+    """They are the model's fault; each request that left them out was told that it was its own."""
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO_FOLDER, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    (folder / "generation_config.json").write_text(f"{{{wrong}}}")
+    with pytest.raises(ModelError, match=r"generation_config\.json: t(emp|op)"):
+        load(GatewayConfig(model=str(folder)))
 
 
 async def test_as_many_long_texts_wait_as_requests_are_let_in() -> None:
