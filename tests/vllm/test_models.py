@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
+from shared.config import PrefillConfig
 from shared.engine.native.build import unsupported
 from shared.errors import EngineFailed, MeshError, ModelError
 from tests.support.engine_driver import Driver, greedy
+from tests.support.remote_engine import remote_engine
 from tests.support.vllm_checkpoints import reference
-from tests.vllm.conftest import EngineOf
+from tests.vllm.conftest import EAGER, EngineOf
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -214,6 +218,48 @@ def test_sizes_that_do_not_fit_the_weights_are_told(engine_of: EngineOf) -> None
     """VLLM asserts them without a word."""
     with pytest.raises(ModelError, match=r"assert .*hf_overrides do not fit its weights\?"):
         engine_of("llama", vllm_args="""hf_overrides='{"vocab_size":1000}'""")
+
+
+def test_weights_are_those_of_the_fingerprint_and_all_of_them(
+    folder_of: Callable[[str], Path], engine_of: EngineOf, tmp_path: Path
+) -> None:
+    """A file of other weights in the folder is not read. Part of what is one parameter in vLLM
+    (q, k and v), or the head, is missed: answers were noise. In ranks, too."""
+    folder = tmp_path / "llama"
+    shutil.copytree(folder_of("llama"), folder)
+    whole = load_file(folder / "model.safetensors")
+    save_file({name: it * 2 for name, it in whole.items()}, folder / "other.safetensors")
+
+    def config(*arguments: str) -> PrefillConfig:
+        return PrefillConfig(
+            engine="vllm",
+            device="cpu",
+            model=str(folder),
+            vllm_args=" ".join([EAGER, *arguments]),
+            dtype="float32",
+            num_blocks=96,
+            threads=1,
+        )
+
+    want = Driver(engine_of("llama")).run_alone(prompts()[1], greedy(NUM_NEW)).output
+    with remote_engine(config()) as engine:
+        assert Driver(engine).run_alone(prompts()[1], greedy(NUM_NEW)).output == want
+    for lost, named, arguments in (
+        ("lm_head", "lm_head", ()),
+        ("model.layers.1.self_attn.k_proj", "model.layers.1.self_attn.qkv_proj", ()),
+        (
+            "model.layers.1.mlp.up_proj",
+            "model.layers.1.mlp.gate_up_proj",
+            ("tensor_parallel_size=2",),
+        ),
+    ):
+        rest = {name: it for name, it in whole.items() if name != f"{lost}.weight"}
+        save_file(rest, folder / "model.safetensors")
+        with (
+            pytest.raises(ModelError, match=f"has not all of {named}"),
+            remote_engine(config(*arguments)),
+        ):
+            pass
 
 
 @pytest.mark.parametrize(

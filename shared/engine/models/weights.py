@@ -31,7 +31,7 @@ FINGERPRINT_EDGE_BYTES = 1 << 20
 FINGERPRINT_PIECE_BYTES = 4 << 10
 
 _SINGLE_FILE = "model.safetensors"
-_INDEX_FILE = "model.safetensors.index.json"
+INDEX_FILE = "model.safetensors.index.json"
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -56,7 +56,7 @@ class Checkpoint:
 
     def __init__(self, folder: ModelFolder) -> None:
         self.folder = folder
-        self.paths = _find_files(folder)
+        self.paths = find_files(folder)
         self.tensors: dict[str, TensorInfo] = {}
         self._descriptors = {path: self._open(path) for path in self.paths}
         for path, file in self._descriptors.items():
@@ -213,11 +213,12 @@ class Checkpoint:
             info = self.tensors.get(name)
             if info is not None and info.path.name != file_name:
                 raise ModelError(
-                    f"{self.folder.path}/{_INDEX_FILE}: tensor {name} is not in {file_name}"
+                    f"{self.folder.path}/{INDEX_FILE}: tensor {name} is not in {file_name}"
                 )
 
 
-def _find_files(folder: ModelFolder) -> list[Path]:
+def find_files(folder: ModelFolder) -> list[Path]:
+    """Return the files of a folder's weights. Raises ModelError: there are none, or not all."""
     single = folder.file(_SINGLE_FILE)
     if single is not None:
         return [single]
@@ -228,28 +229,28 @@ def _find_files(folder: ModelFolder) -> list[Path]:
                 f"{folder.path} holds its weights as pickle files, which can run code and are "
                 "never loaded: save the model again with safe_serialization=True"
             )
-        raise ModelError(f"{folder.path} holds neither {_SINGLE_FILE} nor {_INDEX_FILE}")
+        raise ModelError(f"{folder.path} holds neither {_SINGLE_FILE} nor {INDEX_FILE}")
     paths: list[Path] = []
     for name in sorted(set(index.values())):
         path = folder.file(name)
         if path is None:
-            raise ModelError(f"{folder.path}: {name} is missing, {_INDEX_FILE} names it")
+            raise ModelError(f"{folder.path}: {name} is missing, {INDEX_FILE} names it")
         paths.append(path)
     return paths
 
 
 def _read_index(folder: ModelFolder) -> dict[str, str] | None:
     """Return tensor name -> file name."""
-    index = folder.json(_INDEX_FILE)
+    index = folder.json(INDEX_FILE)
     if index is None:
         return None
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelError(f"{folder.path}/{_INDEX_FILE}: weight_map must be an object with entries")
+        raise ModelError(f"{folder.path}/{INDEX_FILE}: weight_map must be an object with entries")
     for name, file_name in weight_map.items():
         if not isinstance(file_name, str) or not file_name.endswith(".safetensors"):
             raise ModelError(
-                f"{folder.path}/{_INDEX_FILE}: {name} is not in a safetensors file: {file_name!r}"
+                f"{folder.path}/{INDEX_FILE}: {name} is not in a safetensors file: {file_name!r}"
             )
     return weight_map
 

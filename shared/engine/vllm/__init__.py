@@ -4,6 +4,7 @@ our pool owns (docs/vllm.md).
     release.py    which vLLM, and what must be set before it is imported
     settings.py   our settings and --vllm-args as vLLM's arguments; knows no vLLM
     plugins.py    what vLLM calls: scheduler, layer events, sampler
+    whole_weights.py    which files vLLM loads, and that all its weights were in them
     rows.py       our rows as vLLM's SchedulerOutput
     pools.py      KV between vLLM's layouts and the wire's; knows no vLLM
     ranks.py      tensor parallel: the pools and the layer events of other processes

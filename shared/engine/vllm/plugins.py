@@ -34,6 +34,7 @@ from shared.engine.base import OnLayer
 from shared.engine.gpu.upload import to_device
 from shared.engine.sampling import sampler
 from shared.engine.sampling.guides import Masks
+from shared.engine.vllm import whole_weights
 from shared.engine.vllm.ranks import RankEnd
 from shared.step import SampleSpec
 
@@ -99,6 +100,8 @@ STEP = _SharedStep()
 def _no_counts(logprobs: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
     return torch.zeros(logprobs.shape[0], dtype=torch.long, device=logprobs.device)
 
+
+whole_weights.take_over()
 
 # How many tokens are likelier than the chosen one: nobody here asks, and vLLM compiles that count
 # when the first answer wants logprobs. All answers waited seconds for it.

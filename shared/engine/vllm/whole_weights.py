@@ -1,0 +1,56 @@
+"""vLLM loads the files that a fingerprint is of, and misses whatever they lack.
+
+By itself it reads every safetensors file of a folder, and the last of two with one tensor counts;
+and of q, k and v, of gate and up, of all experts of a layer, which are one parameter there, it asks
+for none: what is not in the files is what memory had, and answers are noise.
+"""
+
+# vLLM is in an environment of its own.
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+from shared.engine.models.weights import INDEX_FILE, find_files
+from shared.model_folder import ModelFolder
+
+_PIECE = 1 << 24
+"""Numbers looked at at once: the answers take a byte each."""
+
+_create_model, _load_weights = DefaultModelLoader.create_model, DefaultModelLoader.load_weights
+
+
+def take_over() -> None:
+    """Have this process's vLLM load so."""
+    DefaultModelLoader._prepare_weights = _our_files
+    DefaultModelLoader.create_model = _create_unwritten
+    DefaultModelLoader.load_weights = _load_whole
+
+
+def _our_files(_: Any, folder: str, *__: Any) -> tuple[str, list[str], bool, str]:
+    names = [path.name for path in find_files(ModelFolder(folder))]
+    return folder, [os.path.join(folder, name) for name in names], True, INDEX_FILE
+
+
+def _create_unwritten(loader: Any, *args: Any, **named: Any) -> torch.nn.Module:
+    """Make a model whose unwritten numbers are NaN, as torch makes them for who wants the same
+    result each time."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        return _create_model(loader, *args, **named)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def _load_whole(loader: Any, model: torch.nn.Module, model_config: Any) -> None:
+    _load_weights(loader, model, model_config)
+    for name, parameter in model.named_parameters():
+        if parameter.dtype in (torch.float32, torch.bfloat16, torch.float16):
+            pieces = parameter.detach().flatten().split(_PIECE)
+            if any(piece.isnan().any() for piece in pieces):
+                raise ValueError(f"the checkpoint has not all of {name}, or NaN in it")
