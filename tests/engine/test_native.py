@@ -29,7 +29,7 @@ from shared.step import SampleSpec, StepRow
 from tests.support.checkpoints import SHAPES
 from tests.support.command import ROOT
 from tests.support.engine_driver import greedy
-from tests.support.native import needs_native
+from tests.support.native import needs_native, quick_compiler
 from tests.support.tiers import few
 
 pytestmark = pytest.mark.torch
@@ -347,6 +347,7 @@ def test_a_build_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     needs_native()
     monkeypatch.setattr(build, "HERE", tmp_path / "package")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", compiler := quick_compiler(tmp_path))
     assert loaded_anew() == ("avx2", "")
     (made,) = (tmp_path / "pdmesh" / "native").glob("*.so")
     monkeypatch.setenv("CXX", "no-such-compiler")
@@ -358,7 +359,7 @@ def test_a_build_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         made.write_bytes(damaged)
         with pytest.raises(build.Unavailable, match=r"no C\+\+ compiler"):
             loaded_anew()
-    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("CXX", compiler)
     assert loaded_anew() == ("avx2", "")
     assert len(made.read_bytes()) == len(data)
 
@@ -381,17 +382,18 @@ def test_the_next_best_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     needs_native()
     monkeypatch.setattr(build, "HERE", tmp_path / "package")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiler = quick_compiler(tmp_path)
     best, *lesser = build.usable_instructions("bfloat16")
     if lesser:
         flag = f"-m{build.INSTRUCTIONS[best][-2].replace('_', '')}"
         unknown = f'case " $* " in *" {flag} "*) echo \'error: what is {flag}?\'; exit 1;; esac'
-        monkeypatch.setenv("CXX", program(tmp_path / "old", f'{unknown}; exec g++ "$@"'))
+        monkeypatch.setenv("CXX", program(tmp_path / "old", f'{unknown}; exec {compiler} "$@"'))
         instructions, shortfall = loaded_anew("")
         assert instructions == lesser[0]
         assert f"not by {best}: " in shortfall
         assert f"what is {flag}?" in shortfall
-        monkeypatch.delenv("CXX")
 
+    monkeypatch.setenv("CXX", compiler)
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert "compiled at every start: " in loaded_anew()[1]
@@ -449,7 +451,7 @@ def test_an_image_gets_all_kernels(tmp_path: Path) -> None:
             shutil.copy(Path(ROOT) / source, tmp_path / target)
     (command,) = re.findall(r"^RUN (.*) \\$", stage, re.M)
     assert command == "python3 -m shared.engine.native.build"
-    alone = {"PATH": os.environ["PATH"]}
+    alone = {"PATH": os.environ["PATH"], "CXX": quick_compiler(tmp_path)}
     subprocess.run([sys.executable, *command.split()[1:]], cwd=tmp_path, env=alone, check=True)
     made = (tmp_path / "shared/engine/native").glob("*.so")
     assert len(list(made)) == 2 * len(build.INSTRUCTIONS) - 1
