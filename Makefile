@@ -60,7 +60,7 @@ test: $(VENV)/.dev ## run the quick tests (4 minutes; JOBS=0: in one process)
 	@echo "next: make demo, make up, make check, make test-all"
 
 test-all: $(VENV)/.dev ## run every test, one after the other (JOBS=2: side by side; ARGS="-k name": some)
-	@$(BIN)/python -m pytest $(if $(filter command,$(firstword $(origin JOBS))),-n $(JOBS) --dist loadfile) $(ARGS)
+	@$(BIN)/python -m pytest $(if $(filter command,$(firstword $(origin JOBS))),-n $(JOBS) --dist loadfile --no-loadscope-reorder) $(ARGS)
 
 $(VLLM_VENV)/.dev: pyproject.toml | $(VLLM_VENV)/bin/python
 	@echo "[2/3] installing $(TORCH)"
@@ -116,8 +116,8 @@ docs: $(VENV)/.dev ## build the documentation into build/docs; warnings are erro
 	$(BIN)/sphinx-build -W --keep-going -n -q -c docs . build/docs
 	@echo "open build/docs/index.html"
 
-clients: $(VENV)/.dev ## make the environments of the clients that are tested (else: at first use)
-	@$(BIN)/python -m tests.support.client_environments
+clients: $(VENV)/.dev ## make the environments of the clients that are tested (else: at first use; ARGS="llm node": some)
+	@$(BIN)/python -m tests.support.client_environments $(ARGS)
 
 up: $(VENV)/.run ## start a mesh on this machine and keep it running
 	@$(BIN)/pdmesh up

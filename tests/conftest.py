@@ -12,7 +12,7 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 
-from tests.support.tiers import COLLECTED, is_in_slow_folder, mark_quick_ones
+from tests.support.tiers import COLLECTED, mark_quick_ones, place_in_order
 
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     # Triton decides at its import whether kernels run in its interpreter, and transformers may
@@ -83,7 +83,7 @@ def pytest_collection_modifyitems(
     mark_quick_ones(items)
     config.stash[COLLECTED] = tuple(items)
     yield  # -m and -k choose, and an order is drawn
-    items.sort(key=lambda item: not is_in_slow_folder(item))
+    items.sort(key=place_in_order)
 
 
 @pytest.fixture(autouse=True)

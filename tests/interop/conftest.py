@@ -78,6 +78,8 @@ def pdmesh_up(*options: str) -> Generator[tuple[str, str]]:
         "1",
         "--device",
         "cpu",
+        # It is not alone: a thread for each core, and memory for each worker, is for who has them.
+        *("--threads", "1", "--kv-gib", "0.25"),
     ]
     up = subprocess.Popen(
         [*command, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -181,7 +181,7 @@ def running_up() -> Iterator[RunningUp]:
     """`pdmesh up` with the bundled model: one prefill and two decode workers."""
     port = free_port()
     command = [sys.executable, "-m", "services.cli", "up", "--port", str(port), "--decode", "2"]
-    command += ["--grpc-port", "0", "--num-blocks", "256", "--device", "cpu"]
+    command += ["--grpc-port", "0", "--num-blocks", "256", "--device", "cpu", "--threads", "1"]
     up = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     lines: list[str] = []
     is_ready = threading.Event()

@@ -29,7 +29,7 @@ from tests.support.command import LIMIT_S, has_ended, pdmesh
 
 pytestmark = [pytest.mark.process, pytest.mark.ucx]
 
-SMALL = ("--port", "0", "--num-blocks", "256", "--device", "cpu")
+SMALL = ("--port", "0", "--num-blocks", "256", "--device", "cpu", "--threads", "1")
 FAKE = (*SMALL, "--engine", "fake")
 
 RECALL = (

@@ -29,15 +29,27 @@ SLOW_FOLDERS = {
 }
 """By name; why."""
 
+LONG_FOLDERS = ("deploy", "engine", "mesh")
+"""Whose files take longer than others, quick as their tests are."""
+
 
 def few(values: Iterable[Any], *quick: Any) -> list[Any]:
     """Values for ``parametrize``, of which all but ``quick`` are slow: they repeat the path."""
+    return in_turn(values, *quick, of=1)
+
+
+def in_turn(values: Iterable[Any], *quick: Any, of: int, turn: int = 0) -> list[Any]:
+    """Likewise, and of the slow ones CI runs one in ``of``, the others are nightly. Tests that take
+    turns meet all values between them, without trying each on each."""
     values = list(values)
     assert set(quick) <= set(values), "a quick value that is not among the values"
-    return [
-        pytest.param(value, marks=pytest.mark.quick if value in quick else pytest.mark.slow)
-        for value in values
-    ]
+
+    def mark(place: int) -> pytest.MarkDecorator:
+        if values[place] in quick:
+            return pytest.mark.quick
+        return pytest.mark.slow if place % of == turn else pytest.mark.nightly
+
+    return [pytest.param(value, marks=mark(place)) for place, value in enumerate(values)]
 
 
 def is_quick(item: pytest.Item) -> bool:
@@ -52,7 +64,17 @@ def is_quick(item: pytest.Item) -> bool:
 
 def is_in_slow_folder(item: pytest.Item) -> bool:
     """Whether its folder starts processes, browsers or whole models."""
-    return item.path.relative_to(TESTS).parts[0] in SLOW_FOLDERS
+    return folder_of(item) in SLOW_FOLDERS
+
+
+def folder_of(item: pytest.Item) -> str:
+    """The folder below ``tests``."""
+    return item.path.relative_to(TESTS).parts[0]
+
+
+def place_in_order(item: pytest.Item) -> int:
+    """The files of slow folders take longest and come first, those that take seconds come last."""
+    return 0 if is_in_slow_folder(item) else 1 if folder_of(item) in LONG_FOLDERS else 2
 
 
 def mark_quick_ones(items: Iterable[pytest.Item]) -> None:
