@@ -18,13 +18,16 @@ from tests.exactness.conftest import FolderOf
 from tests.exactness.reference import NUM_NEW, NUM_TOP, Reference, Tally
 from tests.support.checkpoints import SHAPES
 from tests.support.real_mesh import RealMesh, real_mesh
-from tests.support.tiers import few
+from tests.support.tiers import in_turn
 
 pytestmark = [pytest.mark.torch, pytest.mark.ucx]
 
 BLOCK_SIZE = 16
 
-every_shape = pytest.mark.parametrize("shape", few(SHAPES, "llama-gqa2"))
+
+def half_of_the_shapes(turn: int) -> pytest.MarkDecorator:
+    """The others are nightly."""
+    return pytest.mark.parametrize("shape", in_turn(SHAPES, "llama-gqa2", of=2, turn=turn))
 
 
 @contextlib.asynccontextmanager
@@ -59,7 +62,7 @@ async def compare(mesh: RealMesh, reference: Reference, prompts: Sequence[list[i
 
 
 @pytest.mark.parametrize("budget", [{"token_budget": 50}, {"tbt_target_s": 1e-6}])
-@every_shape
+@half_of_the_shapes(0)
 async def test_chunks_amid_answers(
     shape: str,
     budget: dict[str, Any],
@@ -80,7 +83,7 @@ async def test_chunks_amid_answers(
         assert mesh.decode.pool.statistics().num_hit_tokens > 0
 
 
-@every_shape
+@half_of_the_shapes(1)
 async def test_after_preemption(
     shape: str,
     folder_of: FolderOf,

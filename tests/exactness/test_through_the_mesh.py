@@ -25,7 +25,7 @@ from tests.exactness.conftest import FolderOf
 from tests.exactness.reference import NUM_NEW, NUM_TOP, Reference, Tally
 from tests.support.checkpoints import SHAPES
 from tests.support.real_mesh import RealAnswer, RealMesh, real_mesh
-from tests.support.tiers import few
+from tests.support.tiers import few, in_turn
 
 pytestmark = [pytest.mark.torch, pytest.mark.ucx]
 
@@ -34,10 +34,16 @@ MAX_WAIT_S = 30.0
 ROOM_RESERVED = LeasePolicy().growth_tokens
 BLOCK_SIZES = ((16, 5), (3, 16), (1, 32), (32, 1))
 
-every_shape = pytest.mark.parametrize("shape", few(SHAPES, "mistral-window"))
+QUICK = "mistral-window"
+every_shape = pytest.mark.parametrize("shape", few(SHAPES, QUICK))
 few_and_many = pytest.mark.parametrize(
     "num_prompts", [8, pytest.param(100, marks=pytest.mark.nightly)]
 )
+
+
+def a_third_of_the_shapes(turn: int) -> pytest.MarkDecorator:
+    """The others are nightly: all shapes cross the mesh in ``test_alone_and_together``."""
+    return pytest.mark.parametrize("shape", in_turn(SHAPES, QUICK, of=3, turn=turn))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +192,7 @@ async def test_alone_and_together(shape: str, num_prompts: int, bench_of: BenchO
 
 
 @few_and_many
-@every_shape
+@a_third_of_the_shapes(0)
 async def test_in_chunks(shape: str, num_prompts: int, bench_of: BenchOf) -> None:
     """Prefill in chunks of at most 50 tokens, shared by several prompts, changes nothing."""
     bench = bench_of(shape)
@@ -201,7 +207,7 @@ async def test_in_chunks(shape: str, num_prompts: int, bench_of: BenchOf) -> Non
 
 
 @few_and_many
-@every_shape
+@a_third_of_the_shapes(1)
 async def test_on_cached_prefixes(shape: str, num_prompts: int, bench_of: BenchOf) -> None:
     """A prompt that was there before, or shares a beginning with one, is answered the same from
     cached KV on both workers."""
@@ -222,7 +228,7 @@ async def test_on_cached_prefixes(shape: str, num_prompts: int, bench_of: BenchO
 
 
 @few_and_many
-@every_shape
+@a_third_of_the_shapes(2)
 async def test_after_preemption(shape: str, num_prompts: int, bench_of: BenchOf) -> None:
     """Answers that lost their blocks in the middle and were recomputed go on as if nothing had
     happened."""
@@ -247,7 +253,7 @@ async def test_after_preemption(shape: str, num_prompts: int, bench_of: BenchOf)
 
 
 @few_and_many
-@every_shape
+@a_third_of_the_shapes(0)
 async def test_into_blocks_of_another_size(shape: str, num_prompts: int, bench_of: BenchOf) -> None:
     """Prefill and decode may cut the same KV into blocks of different sizes."""
     bench = bench_of(shape)
@@ -261,7 +267,7 @@ async def test_into_blocks_of_another_size(shape: str, num_prompts: int, bench_o
             assert (mesh.prefill.pool.block_size, mesh.decode.pool.block_size) == sizes
 
 
-@every_shape
+@a_third_of_the_shapes(1)
 async def test_prompt_logprobs(shape: str, bench_of: BenchOf) -> None:
     """Logprobs of the prompt's own tokens come through, computed in chunks, as transformers has
     them."""

@@ -43,14 +43,24 @@ async def run(client: Path, url: str, cwd: Path, *options: str, key: str = "none
     )
 
 
-async def test_the_document_is_true(client_bin: Callable[[str], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "phases",
+    [
+        "examples,fuzzing,stateful",
+        # Each bound of each field, in thousands of cases that are the same every time.
+        pytest.param("coverage", marks=pytest.mark.nightly),
+    ],
+)
+async def test_the_document_is_true(
+    client_bin: Callable[[str], Path], phases: str, tmp_path: Path
+) -> None:
     """Right and wrong data for every operation, and no answer without the key."""
     client = client_bin("schemathesis")
     path = tmp_path / "keys"
     path.write_text(hash_key("alice", "secret"))
     async with http_gateway(ScriptedMesh(), KeyRing(path)) as url:
         # The scripted mesh has no members to tell of.
-        options = ("--exclude-path", "/cluster", "-n", "12")
+        options = ("--exclude-path", "/cluster", "-n", "12", "--phases", phases)
         words = await run(client, url, tmp_path, *options, key="secret")
     assert " passed" in words
 

@@ -22,6 +22,7 @@ from shared.worker.core.life import Task
 from tests.mesh.test_disk_tier import damage, full
 from tests.mesh.test_tiers import is_quiet
 from tests.support.loopback import LoopbackSettings
+from tests.support.tiers import in_turn
 from tests.support.whole_mesh import Answer, WholeMesh, whole_mesh
 from tests.support.worker_mesh import RunningWorker, a_prompt, expected, virtual_time
 
@@ -196,8 +197,7 @@ class Storm:
                 disk.arena._reader.delay_s = disk.arena._writer.delay_s = disk_s
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", in_turn(range(8), of=2))
 def test_a_storm_over_fetches_and_tiers_gives_no_wrong_token(seed: int, tmp_path: Path) -> None:
     """Conversations over two gateways, two workers for prompts with little memory and disk below
     their pools, and two for answers, with a process killed in every stage of a fetch and a copy."""

@@ -15,6 +15,7 @@ from shared.errors import MeshError
 from tests.support.grammars import PERSON, needs_library
 from tests.support.guided_engine import GuidedFakeEngine
 from tests.support.memory_http import Door, memory_doors, post
+from tests.support.tiers import in_turn
 from tests.support.tiny_tokenizer import EOS, NUM_TOKENS
 from tests.support.virtual_loop import run_virtual
 from tests.support.whole_mesh import RunningGateway, WholeMesh, whole_mesh
@@ -35,8 +36,7 @@ TOOL = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", in_turn(range(3), of=2))
 def test_every_answer_is_the_undisturbed_one(seed: int) -> None:
     """Several answers to a prompt, JSON of a schema, calls, stop strings and logprobs, mixed."""
     chance = random.Random(seed)

@@ -79,7 +79,7 @@ async def has_pairs(mesh: ProcessMesh, gateway: ServiceProcess) -> bool:
 @pytest.mark.parametrize(
     ("name", "num_requests", "times"),
     [
-        pytest.param("either, by pools", 40, 3, marks=pytest.mark.timeout(400)),
+        pytest.param("either, by pools", 25, 2, marks=pytest.mark.timeout(400)),
         *(
             pytest.param(name, 200, 8, marks=[pytest.mark.timeout(1800), pytest.mark.nightly])
             for name in MESHES

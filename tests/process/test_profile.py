@@ -53,10 +53,16 @@ def first_words_of_a_worker(file: Path) -> dict[str, Any]:
 
 
 def test_a_machine_is_measured_once_and_known_to_every_later_start(tmp_path: Path) -> None:
-    """The command measures, finds the same again, and a worker with the same flags joins without
-    measuring."""
+    """A worker measures if nobody has, and leaves the file; the command finds the same, until it is
+    to measure anew, and a worker with the same flags joins without measuring."""
     file = tmp_path / "profile.json"
-    measured = profile(file=file)
+    said = first_words_of_a_worker(file)
+    assert said["event"] == "machine measured"
+    assert said["seconds"] > 0
+    known = profile(file=file)
+    assert known["saturating_tokens"] == said["saturating_tokens"]
+    measured = profile("--force", file=file)
+    assert measured["samples"] != known["samples"]
     assert measured["saturating_tokens"] in [count for count, _ in measured["samples"]]
     assert measured["tokens_per_s"] > 0
     assert 0 < measured["message_s"] < 0.1
@@ -65,13 +71,3 @@ def test_a_machine_is_measured_once_and_known_to_every_later_start(tmp_path: Pat
     said = first_words_of_a_worker(file)
     assert said["event"] == "machine known from an earlier start"
     assert said["saturating_tokens"] == measured["saturating_tokens"]
-    assert profile("--force", file=file)["samples"] != measured["samples"]
-
-
-def test_a_worker_measures_if_nobody_has(tmp_path: Path) -> None:
-    """Its own first start does what the command does, and leaves the file."""
-    file = tmp_path / "profile.json"
-    said = first_words_of_a_worker(file)
-    assert said["event"] == "machine measured"
-    assert said["seconds"] > 0
-    assert profile(file=file)["saturating_tokens"] == said["saturating_tokens"]
