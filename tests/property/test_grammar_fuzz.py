@@ -16,8 +16,8 @@ from hypothesis import event, example, given
 from hypothesis import strategies as st
 
 from services.gateway.front.tool_fields import NamedTool, ToolBody, tool_use
+from services.gateway.text.calls.families import PARSERS, Family
 from services.gateway.text.grammars import Grammars, Kind, Structure
-from services.gateway.text.tool_families import PARSERS, Family
 from shared.errors import InvalidRequest
 from shared.grammar import matcher
 from tests.support.grammars import byte_tokenizer_once, needs_library

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.text.tool_families import PARSERS, Family
+from services.gateway.text.calls.families import PARSERS, Family
 
 pytestmark = [
     pytest.mark.vllm,

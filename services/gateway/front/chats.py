@@ -13,16 +13,11 @@ from services.gateway.front.answers import Choice, TextDelta
 from services.gateway.front.frontdoor import Caller, Form, FrontDoor, Prompt, in_time
 from services.gateway.front.tool_fields import NamedTool, ToolBody, ToolUse, size_of, tool_use
 from services.gateway.mesh import ServedModel
+from services.gateway.text.calls.families import PARSERS, SHOWS_SPECIAL_TOKENS
+from services.gateway.text.calls.parser import ListParser, NamedParser, Said, ToolParser
+from services.gateway.text.calls.thoughts import ThoughtParser
 from services.gateway.text.chat_template import Rendering
 from services.gateway.text.text_model import TextModel
-from services.gateway.text.tool_calls import (
-    ListParser,
-    NamedParser,
-    Said,
-    ThoughtParser,
-    ToolParser,
-)
-from services.gateway.text.tool_families import PARSERS, SHOWS_SPECIAL_TOKENS
 from shared.request import FinishReason
 
 _FORMATS = ("response_format", "json_schema")

@@ -22,12 +22,12 @@ from services.gateway.front.auth import NOBODY, ApiKey, KeyRing, tenant_salt
 from services.gateway.front.quota import Hold
 from services.gateway.limits import SamplingForm
 from services.gateway.mesh import GenerationRequest, Mesh, ServedModel
+from services.gateway.text.calls.families import Family, chosen_family, chosen_thinking
+from services.gateway.text.calls.thoughts import ThoughtParser
 from services.gateway.text.chat_template import Rendering
 from services.gateway.text.detokenizer import PROMPT_TAIL
 from services.gateway.text.grammars import Structure, Thought
 from services.gateway.text.text_model import TextModel
-from services.gateway.text.tool_calls import ThoughtParser
-from services.gateway.text.tool_families import Family, chosen_family, chosen_thinking
 from shared.config import GatewayConfig
 from shared.errors import DeadlinePassed, NotFound
 from shared.ids import RandomBytes, RequestId, new_request_id

@@ -14,9 +14,9 @@ from msgspec import UNSET, UnsetType
 
 from services.gateway import limits
 from services.gateway.front import field_rules as fields
+from services.gateway.text.calls.families import Family
 from services.gateway.text.grammars import Structure
 from services.gateway.text.schemas import moved, schema_fault
-from services.gateway.text.tool_families import Family
 
 MAX_TOOLS = 512
 NAME_PATTERN = r"[A-Za-z0-9_.-]{1,128}"

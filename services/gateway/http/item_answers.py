@@ -16,8 +16,8 @@ import msgspec
 from services.gateway.front.answers import TextDelta, TokenCounts
 from services.gateway.front.chats import Teller, new_call_id
 from services.gateway.http.openai_answers import AnswerHead
+from services.gateway.text.calls.parser import Said, TextParser
 from services.gateway.text.text_model import TextModel
-from services.gateway.text.tool_calls import Said, TextParser
 from shared.errors import MeshError
 from shared.request import FinishReason
 

@@ -16,8 +16,8 @@ from services.gateway.front.chats import Teller, new_call_id
 from services.gateway.http import bodies
 from services.gateway.http.openai_answers import FINISH_NAMES, AnswerHead, ChatFormat
 from services.gateway.http.openai_forms import StreamOptions
+from services.gateway.text.calls.parser import Said
 from services.gateway.text.text_model import TextModel
-from services.gateway.text.tool_calls import Said
 
 
 class ToolChatFormat(ChatFormat):

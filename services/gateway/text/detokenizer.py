@@ -14,7 +14,7 @@ from itertools import takewhile
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel, DecodeStream
 
-from services.gateway.text.tool_calls import num_begun
+from services.gateway.text.calls.parser import num_begun
 from shared.request import AnswerToken, FinishReason
 
 PROMPT_TAIL = 8

@@ -23,6 +23,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from services.gateway.limits import checked_count, refusal
+from services.gateway.text.calls.thoughts import ThoughtParser
 from services.gateway.text.grammar_process import (
     MAX_COMPILE_S,
     NOT_IN_TIME,
@@ -37,7 +38,6 @@ from services.gateway.text.schemas import (
     schema_fault,
     without_part,
 )
-from services.gateway.text.tool_calls import ThoughtParser
 from shared.errors import Overloaded
 from shared.grammar import MAX_GRAMMAR_BYTES, library
 

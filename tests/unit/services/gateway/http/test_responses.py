@@ -12,7 +12,7 @@ import pytest
 from services.gateway.http.item_answers import ItemFormat
 from services.gateway.http.openai_answers import AnswerHead
 from services.gateway.http.responses_forms import RESPONSES_UNSERVED
-from services.gateway.text.tool_calls import Said
+from services.gateway.text.calls.parser import Said
 from shared.errors import Overloaded, WorkerLost
 from tests.support.grammars import needs_library
 from tests.support.http_client import parse_named_events

@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, cast
 from urllib.parse import unquote
 
+from services.gateway.text.calls.parser import Said, ToolParser, num_begun, read_json
 from services.gateway.text.schemas import as_list
-from services.gateway.text.tool_calls import Said, ToolParser, num_begun, read_json
 
 MAX_HEAD = 256
 """Longest beginning of a call, up to the end of its name: what is longer is text."""

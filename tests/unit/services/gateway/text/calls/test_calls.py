@@ -10,15 +10,10 @@ from typing import Any
 
 import pytest
 
+from services.gateway.text.calls.families import PARSERS, family_of
+from services.gateway.text.calls.parser import ListParser, NamedParser, Said, ToolParser
+from services.gateway.text.calls.thoughts import ThoughtParser
 from services.gateway.text.chat_template import ChatTemplate, Rendering
-from services.gateway.text.tool_calls import (
-    ListParser,
-    NamedParser,
-    Said,
-    ThoughtParser,
-    ToolParser,
-)
-from services.gateway.text.tool_families import PARSERS, family_of
 from shared.model_folder import SpecialTokens
 
 SCHEMA = {

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from services.gateway.text.tool_calls import (
+from services.gateway.text.calls.json_calls import (
     HermesParser,
     MistralParser,
     PythonicParser,
-    ThoughtParser,
-    ToolParser,
     WholeJsonParser,
 )
-from services.gateway.text.xml_calls import GlmParser, QwenCoderParser
+from services.gateway.text.calls.parser import ToolParser
+from services.gateway.text.calls.thoughts import ThoughtParser
+from services.gateway.text.calls.xml_calls import GlmParser, QwenCoderParser
 
 Family = Literal["hermes", "llama3", "mistral", "pythonic", "qwen3_coder", "glm45"]
 
