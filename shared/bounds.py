@@ -21,6 +21,23 @@ OverloadName = Literal["off", "stage", "early", "predicted"]
 PlannerName = Literal["off", "advise", "act"]
 """What ``--planner`` takes (``core/scaling/autoscaler.py``)."""
 
+ToolFamily = Literal[
+    "hermes",
+    "llama3",
+    "mistral",
+    "pythonic",
+    "qwen3_coder",
+    "glm45",
+    "seed_oss",
+    "minimax_m2",
+    "deepseek_v3",
+    "harmony",
+]
+"""What ``--tool-parser`` takes; the parsers are the gateway's (``text/calls``)."""
+
+ThoughtName = Literal["think", "mistral", "seed_oss", "harmony"]
+"""What ``--reasoning-parser`` takes."""
+
 ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s*]+")
 """What ``--cors-origins`` takes; apps that are made of a browser have schemes of their own."""
 

@@ -25,6 +25,8 @@ from shared.bounds import (
     OverloadName,
     PlannerName,
     RoutingPolicyName,
+    ThoughtName,
+    ToolFamily,
     rules_of,
 )
 from shared.errors import InvalidRequest
@@ -226,17 +228,16 @@ class GatewayConfig(ServiceConfig):
     separated by commas, or * for any; empty: only the gateway's own page."""
 
     trust_templates: bool = False
-    """Let requests bring their own chat template, as vLLM's --trust-request-chat-template: a
-    program in a sandbox, but one that may take as much of the gateway's time as it likes."""
+    """Let requests bring their own chat template: a sandboxed program that may take any time."""
 
-    tool_parser: Annotated[
-        str,
-        OneOf("auto", "none", "hermes", "llama3", "mistral", "pythonic", "qwen3_coder", "glm45"),
-    ] = "auto"
+    chat_template: Path | None = None
+    """Jinja file with the model's chat template, in place of the one in its folder."""
+
+    tool_parser: Annotated[str, OneOf("auto", "none", *get_args(ToolFamily))] = "auto"
     """How the model writes calls of tools; auto: as its chat template shows."""
 
-    reasoning_parser: Annotated[str, OneOf("auto", "none", "think")] = "auto"
-    """Tell thinking (<think> to </think>) apart as reasoning_content; auto: as the template has."""
+    reasoning_parser: Annotated[str, OneOf("auto", "none", *get_args(ThoughtName))] = "auto"
+    """Tell thinking (think: <think> to </think>) apart as reasoning_content; auto: likewise."""
 
     max_attempts: Annotated[int, Between(1, 5)] = 3
     """Dispatches of one request in all, the first included."""

@@ -58,6 +58,18 @@ def resolve_model(name_or_path: str) -> Path:
     return _download(name_or_path)
 
 
+def read_template(path: Path) -> str:
+    """Return a chat template. Raises ModelError: no such file, too large, or not UTF-8."""
+    try:
+        if path.stat().st_size > MAX_TEMPLATE_BYTES:
+            raise ModelError(f"{path} is larger than {MAX_TEMPLATE_BYTES} bytes")
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ModelError(f"chat template {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{path} is not UTF-8") from error
+
+
 def _download(name: str) -> Path:
     try:
         import huggingface_hub as hub_module
@@ -225,12 +237,7 @@ class ModelFolder:
         """Jinja source of the chat template (the one named 'default' of several), or None."""
         path = self.file("chat_template.jinja")
         if path is not None:
-            if path.stat().st_size > MAX_TEMPLATE_BYTES:
-                raise ModelError(f"{path} is larger than {MAX_TEMPLATE_BYTES} bytes")
-            try:
-                return path.read_text(encoding="utf-8")
-            except UnicodeDecodeError as error:
-                raise ModelError(f"{path} is not UTF-8") from error
+            return read_template(path)
         template: Any = self._tokenizer_config.get("chat_template")
         if isinstance(template, list):
             template = _template_by_name(cast("list[Any]", template))

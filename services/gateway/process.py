@@ -14,7 +14,7 @@ from services.gateway.text.text_model import TextModel
 from shared.config import GatewayConfig
 from shared.errors import InvalidRequest, ModelError
 from shared.mesh_secret import mesh_secret
-from shared.model_folder import ModelFolder, resolve_model
+from shared.model_folder import ModelFolder, read_template, resolve_model
 from shared.rpc.network import Address
 from shared.rpc.tls import MeshTls
 from shared.runtime.platform import real_platform
@@ -37,7 +37,9 @@ def load(config: GatewayConfig) -> tuple[ModelFolder, TextModel]:
         )
     except InvalidRequest as error:
         raise ModelError(f"{folder.path}/generation_config.json: {error.message}") from None
-    return folder, TextModel.load(folder, max_offloaded=config.max_running + config.max_waiting)
+    template = None if config.chat_template is None else read_template(config.chat_template)
+    most = config.max_running + config.max_waiting
+    return folder, TextModel.load(folder, template=template, max_offloaded=most)
 
 
 def run_gateway(config: GatewayConfig) -> int:

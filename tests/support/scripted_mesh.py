@@ -8,6 +8,8 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from services.gateway.core.admission.admission import AdmissionStatistics
 from services.gateway.core.routing.expectations import Expectations
 from services.gateway.core.routing.peer_table import PeerTable
@@ -157,12 +159,19 @@ class ScriptedMesh:
             await self._changed.wait()
 
 
-def saying(text: str, *, per_batch: int = 3, gate: asyncio.Semaphore | None = None) -> Script:
+def saying(
+    text: str,
+    *,
+    per_batch: int = 3,
+    gate: asyncio.Semaphore | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> Script:
     """Return a script that answers with this text and ends with the end-of-sequence token.
 
     gate: taken once a batch, so that a test decides when tokens arrive.
     """
-    token_ids = [*tiny_tokenizer().encode(text, add_special_tokens=False).ids, EOS]
+    tokenizer = tokenizer or tiny_tokenizer()
+    token_ids = [*tokenizer.encode(text, add_special_tokens=False).ids, EOS]
 
     async def script(request: GenerationRequest) -> AsyncGenerator[Tokens]:
         sampling = request.sampling

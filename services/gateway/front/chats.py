@@ -14,8 +14,9 @@ from services.gateway.front.frontdoor import Caller, Form, FrontDoor, Prompt, in
 from services.gateway.front.tool_fields import NamedTool, ToolBody, ToolUse, size_of, tool_use
 from services.gateway.mesh import ServedModel
 from services.gateway.text.calls.families import PARSERS, SHOWS_SPECIAL_TOKENS
+from services.gateway.text.calls.harmony import HarmonyParser
 from services.gateway.text.calls.parser import ListParser, NamedParser, Said, ToolParser
-from services.gateway.text.calls.thoughts import ThoughtParser
+from services.gateway.text.calls.thoughts import ThoughtMarks, ThoughtParser
 from services.gateway.text.chat_template import Rendering
 from services.gateway.text.text_model import TextModel
 from shared.request import FinishReason
@@ -67,9 +68,11 @@ async def asked_chat(
     if is_counted and form.truncate_prompt_tokens != -1:  # which cuts to what leaves room
         num_more = len(prompt.token_ids) - 1  # an answer's length keeps to its range
         model = replace(model, max_model_len=model.max_model_len + num_more)
-    thinks = front.thinks and tells_thinking
+    thinks = front.thinking is not None and tells_thinking
     if thinks and form.structure is not None:
         form.structure = replace(form.structure, thought=prompt.thought)
+    if front.speaks_harmony or (thinks and front.thinking and front.thinking.are_special):
+        form.skip_special_tokens = False
     await in_time(caller, front.structured(form))
     choices = front.choices(caller, model, [prompt], form)
     return AskedChat(model, form, choices, _teller_maker(use, prompt, front, thinks=thinks))
@@ -84,18 +87,28 @@ def new_call_id(answer_id: str, choice: int, call: int) -> str:
 class Teller:
     """Tells one answer's thinking, text and calls apart. use: how it may call, None = not at all.
 
+    thinking: what stands around it, None = it is none, or text. is_open: the prompt has begun it.
     thinks: whether it may. num_thought: tokens of its thinking so far, with the last mark.
     """
 
     def __init__(
-        self, parser: ToolParser | ThoughtParser, text: TextModel, use: ToolUse | None = None
+        self,
+        parser: ToolParser | ThoughtParser,
+        text: TextModel,
+        use: ToolUse | None = None,
+        thinking: ThoughtMarks | None = None,
+        *,
+        is_open: bool = False,
     ) -> None:
         self._parser = parser
         self._text = text
         self._use = use
-        self.thinks = isinstance(parser, ThoughtParser)
+        self._thinking = thinking
+        self.thinks = thinking is not None
         self._has_thought = False
-        self._num_first = 0  # tokens that are of the thinking, if there is any
+        self._num_tokens = 0  # that are of the thinking, if there is any
+        # Where it cannot come later, an answer's beginning is that of its thinking.
+        self._is_thinking = is_open or not (thinking and thinking.again)
         self._tail = ""
 
     def take(self, delta: TextDelta) -> list[Said]:
@@ -103,14 +116,14 @@ class Teller:
         said = self._parser.feed(delta.text)
         if delta.finish_reason:
             said += self._parser.finish()
-        if self.thinks:
+        if self._thinking is not None:
             self._has_thought = self._has_thought or any(one.is_thought for one in said)
-            self._count(delta.token_ids)
+            self._count(delta.token_ids, self._thinking)
         return said
 
     @property
     def num_thought(self) -> int:
-        return self._num_first if self._has_thought else 0
+        return self._num_tokens if self._has_thought else 0
 
     @property
     def num_calls(self) -> int:
@@ -129,14 +142,16 @@ class Teller:
         has_calls = self.num_calls > 0 and not self.is_within_call
         return has_calls and reason is FinishReason.STOP and not is_named
 
-    def _count(self, token_ids: Sequence[int]) -> None:
-        end = ThoughtParser.END
+    def _count(self, token_ids: Sequence[int], marks: ThoughtMarks) -> None:
         for token_id in token_ids:
-            if end in self._tail:
+            mark = marks.end if self._is_thinking else marks.again
+            if not mark:
                 return
-            self._num_first += 1
+            self._num_tokens += self._is_thinking
             # The mark may come in several tokens: what could be its beginning is kept.
-            self._tail = self._tail[-len(end) :] + self._text.piece(token_id).text
+            self._tail = self._tail[-len(mark) :] + self._text.piece(token_id).text
+            if mark in self._tail:
+                self._is_thinking, self._tail = not self._is_thinking, ""
 
 
 async def _used(asked: AskedTools, form: Form, front: FrontDoor) -> ToolUse | None:
@@ -181,15 +196,27 @@ def _hold_to(use: ToolUse, form: Form, front: FrontDoor) -> None:
 def _teller_maker(
     use: ToolUse | None, prompt: Prompt, front: FrontDoor, *, thinks: bool
 ) -> Callable[[], Teller] | None:
-    if use is None and not thinks:
+    thinking = front.thinking if thinks else None
+    if use is None and thinking is None and not front.speaks_harmony:
         return None
     is_open = prompt.thought == "open"
 
     def teller() -> Teller:
-        tools = None if use is None else _tool_parser(use, front)
-        parser = ThoughtParser(tools, is_open=is_open) if thinks else tools
+        parser = None
+        if front.speaks_harmony:
+            parser = HarmonyParser(
+                {} if use is None else use.schemas,
+                tells_thinking=thinks,
+                is_text=not prompt.thought,
+            )
+        elif use is not None:
+            parser = _tool_parser(use, front)
+        if parser is not None and use is not None and use.choice == "auto":
+            parser.max_calls = None if use.is_parallel else 1
+        if thinking is not None and not front.speaks_harmony:
+            parser = ThoughtParser(parser, is_open=is_open, marks=thinking)
         assert parser is not None
-        return Teller(parser, front.text, use)
+        return Teller(parser, front.text, use, thinking, is_open=is_open)
 
     return teller
 
@@ -202,6 +229,4 @@ def _tool_parser(use: ToolUse, front: FrontDoor) -> ToolParser:
             return ListParser(use.schemas)
         case "auto":
             assert front.tool_family is not None
-            parser = PARSERS[front.tool_family](use.schemas)
-            parser.max_calls = None if use.is_parallel else 1
-            return parser
+            return PARSERS[front.tool_family](use.schemas)

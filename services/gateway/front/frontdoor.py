@@ -22,12 +22,14 @@ from services.gateway.front.auth import NOBODY, ApiKey, KeyRing, tenant_salt
 from services.gateway.front.quota import Hold
 from services.gateway.limits import SamplingForm
 from services.gateway.mesh import GenerationRequest, Mesh, ServedModel
-from services.gateway.text.calls.families import Family, chosen_family, chosen_thinking
-from services.gateway.text.calls.thoughts import ThoughtParser
+from services.gateway.text.calls.families import chosen_family, chosen_thinking
+from services.gateway.text.calls.harmony import HARMONY, call_header
+from services.gateway.text.calls.thoughts import THINK
 from services.gateway.text.chat_template import Rendering
 from services.gateway.text.detokenizer import PROMPT_TAIL
 from services.gateway.text.grammars import Structure, Thought
 from services.gateway.text.text_model import TextModel
+from shared.bounds import ToolFamily
 from shared.config import GatewayConfig
 from shared.errors import DeadlinePassed, NotFound
 from shared.ids import RandomBytes, RequestId, new_request_id
@@ -149,8 +151,13 @@ class FrontDoor:
         self.mesh = mesh
         self._salt_key = salt_key
         self.text = text
-        self.tool_family: Family | None = chosen_family(config.tool_parser, text.template)
-        self.thinks = chosen_thinking(config.reasoning_parser, text.template)
+        self.tool_family: ToolFamily | None = chosen_family(config.tool_parser, text.template)
+        self.thinking = chosen_thinking(config.reasoning_parser, text.template)
+        """What stands around thinking; None = answers do not think."""
+        self.speaks_harmony = self.tool_family == "harmony" or self.thinking is HARMONY
+        marks = HARMONY if self.speaks_harmony else self.thinking or THINK
+        text.grammars.thinking = marks
+        text.name_marks(marks.begin, marks.end, marks.then, marks.answer, call_header(""))
         self.metrics = metrics
         self.keys = keys
         self._random_bytes = random_bytes
@@ -252,10 +259,11 @@ class FrontDoor:
             owner = b"/".join((caller.key.cache_salt, cache_salt))  # a salt has no slash
             ids = await self.text.encode_chat(rendered, owner)
         end = rendered.rstrip()
+        marks = self.thinking or THINK
         thought: Thought = "may"
-        if end.endswith(ThoughtParser.BEGIN):
+        if end.endswith(marks.begin):
             thought = "open"
-        elif end.endswith(ThoughtParser.END) or rendering.continue_final_message:
+        elif end.endswith(marks.end) or rendering.continue_final_message:
             thought = ""
         return Prompt(token_ids=tuple(ids), thought=thought)
 

@@ -14,9 +14,10 @@ from msgspec import UNSET, UnsetType
 
 from services.gateway import limits
 from services.gateway.front import field_rules as fields
-from services.gateway.text.calls.families import Family
+from services.gateway.text.calls.harmony import HARMONY, call_header
 from services.gateway.text.grammars import Structure
 from services.gateway.text.schemas import moved, schema_fault
+from shared.bounds import ToolFamily
 
 MAX_TOOLS = 512
 NAME_PATTERN = r"[A-Za-z0-9_.-]{1,128}"
@@ -116,12 +117,16 @@ class ToolUse:
         """Whether a function's arguments must match its schema, though none need be called."""
         return self.choice == "auto" and any(one.strict for one in self.functions.values())
 
-    def structure(self, family: Family | None, alone: Structure | None) -> Structure | None:
+    def structure(self, family: ToolFamily | None, alone: Structure | None) -> Structure | None:
         """Return what the answer must match for these calls to be made; None = nothing.
 
-        alone: what an answer without calls must match. Raises InvalidRequest: strict tools, or
+        alone: what an answer without calls must match; Harmony's calls have no other form even if
+        they must come. Raises InvalidRequest: strict tools, or
         these beside a schema, of a family whose calls no grammar can follow.
         """
+        if family == "harmony":
+            is_free = self.choice == "auto" and not self.is_strict and alone is None
+            return None if is_free else _harmony(self, alone)
         match self.choice:
             case "named":
                 ((place, function),) = self.functions.items()
@@ -326,8 +331,27 @@ def _calls(
     return _json({**schema, "$defs": roots}, places)
 
 
+def _harmony(use: ToolUse, alone: Structure | None) -> Structure:
+    """A call, or what an answer may be without one."""
+    is_free = use.choice == "auto"
+    forms: list[dict[str, Any]] = [
+        {
+            "begin": call_header(one.name),
+            "schema": {"type": "object"} if is_free and not one.strict else one.schema,
+        }
+        for one in use.functions.values()
+    ]
+    places = {f"[{idx}].schema": place for idx, place in enumerate(use.functions)}
+    if alone is not None:
+        places[f"[{len(forms)}].schema"] = alone.param
+        forms.append({"begin": HARMONY.answer, "schema": alone.value})
+    elif is_free:
+        forms.append({"begin": HARMONY.answer})
+    return Structure(kind="forms", value=forms, param="tools", places=places)
+
+
 def _tags(
-    functions: Mapping[str, FunctionBody], family: Family | None, alone: Structure | None
+    functions: Mapping[str, FunctionBody], family: ToolFamily | None, alone: Structure | None
 ) -> Structure:
     if family == "hermes":
         begin, middle, end = '<tool_call>\n{"name": ', ', "arguments": ', "}\n</tool_call>"

@@ -107,6 +107,8 @@ class ChatTemplate:
                 raise InvalidRequest(f"chat_template: {why}", param="chat_template") from None
             raise ModelError(f"the model's chat template {why}") from error
         self.source = source
+        # gpt-oss's name of it, beside which it takes no other text of a message that calls.
+        self._says_thinking = "message.thinking" in source
         self._name = "the request's chat template" if of_client else "the model's chat template"
         self._param = "chat_template" if of_client else "messages"
         self._max_chars = max_chars
@@ -142,13 +144,15 @@ class ChatTemplate:
             "tools": rendering.tools,
             "add_generation_prompt": not continues if generation is None else generation,
         }
+        if self._says_thinking:
+            names["messages"] = list(map(_with_thinking, messages))
         try:
             text = self._generated(names)
         except InvalidRequest as refused:
             # DeepSeek's templates put arguments of earlier calls together as texts.
             if not (isinstance(refused.__cause__, TypeError) and any(map(_calls_of, messages))):
                 raise
-            text = self._generated({**names, "messages": list(map(_with_texts, messages))})
+            text = self._generated({**names, "messages": list(map(_with_texts, names["messages"]))})
         return self._open_ended(text) if continues else text
 
     def _open_ended(self, text: str) -> str:
@@ -206,6 +210,14 @@ def _with_texts(message: Mapping[str, Any]) -> Mapping[str, Any]:
         text = given if isinstance(given, str) else _to_json(given)
         shown.append({**call, "function": {**call["function"], "arguments": text}})
     return {**message, "tool_calls": shown}
+
+
+def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message with its reasoning as gpt-oss's template names it."""
+    thought = message.get("reasoning_content")
+    if not thought or "thinking" in message:
+        return message
+    return {**message, "thinking": thought} | ({"content": ""} if _calls_of(message) else {})
 
 
 def _refuse(message: object) -> str:

@@ -14,7 +14,7 @@ import json
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from services.gateway.limits import checked_count, refusal
-from services.gateway.text.calls.thoughts import ThoughtParser
+from services.gateway.text.calls.thoughts import THINK, ThoughtMarks
 from services.gateway.text.grammar_process import (
     MAX_COMPILE_S,
     NOT_IN_TIME,
@@ -60,13 +60,15 @@ WHITESPACE = r"( |\n {0,24})"
 """Between the parts of JSON, where a client says nothing else: a space, or a line end and indent.
 Bounded, for a model that is in doubt writes spaces without end."""
 
+NO_MARKS: Mapping[str, str] = {}
+
 _CONTROL = re.compile(r"\\u00(?:[01]|7f)|\\\\[xuU]")
 """What a schema's JSON has where a control character is meant: itself, or a pattern's escape."""
 
 KeyT = TypeVar("KeyT")
 ValueT = TypeVar("ValueT")
 Check = Callable[[str], Verdict]
-Kind = Literal["json_schema", "regex", "choice", "grammar", "tags"]
+Kind = Literal["json_schema", "regex", "choice", "grammar", "tags", "forms"]
 Thought = Literal["", "may", "open"]
 """Whether an answer thinks first: no, it may begin to, or its prompt has begun it."""
 
@@ -77,10 +79,11 @@ class Structure:
 
     value: of json_schema a JSON value; of regex and grammar (Lark or GBNF) a text; of choice texts;
     of tags a list of {trigger, begin, schema, end}: free text, but from a trigger on what begins
-    with it; one of them may be a {schema} alone: that, or tags and no other text. param: the field
-    that says so. whitespace: of json_schema, a regular expression; None = ``WHITESPACE``. places:
-    of a value that was put together, where its parts come from: a path within the value, and the
-    field. thought: what comes before it.
+    with it; one of them may be a {schema} alone: that, or tags and no other text; of forms a list
+    of {begin, schema}, or {begin} of any text: one of them. param: the field that says so.
+    whitespace: of json_schema, a regular expression; None = ``WHITESPACE``. places: of a value that
+    was put together, where its parts come from: a path within the value, and the field. thought:
+    what comes before it.
     """
 
     kind: Kind
@@ -125,8 +128,11 @@ class Grammars:
         self._known = _Newest[str, Verdict]()
         self._good = _Newest[bytes, str]()  # by what clients asked for
         self._first: dict[bytes, _First] = {}  # likewise, of what is being checked
-        self.marks: frozenset[str] = frozenset()
-        """Texts that the model writes as one token of their own; see ``text_of``."""
+        self.marks: dict[str, str] = {}
+        """Texts that the model writes as one token of their own, and how a grammar names it; see
+        ``text_of``."""
+        self.thinking = THINK
+        """What stands around what answers think first."""
 
     def close(self) -> None:
         """End the threads and their processes; checks in progress fail."""
@@ -184,10 +190,10 @@ class Grammars:
         """Raises _TakesLonger: a quick check cannot say what becomes of it."""
         grammar = told = text_of(structure)
         # The process that checks knows no tokens: of marks it has seen the spelling.
-        if structure.kind == "tags":
+        if structure.kind in ("tags", "forms"):
             told = text_of(structure, self.marks)
         if structure.thought:
-            told = _after_thought(told, structure.thought, self.marks)
+            told = _after_thought(told, structure, self.thinking, self.marks)
         if len(told.encode()) > MAX_GRAMMAR_BYTES:
             raise refusal(
                 structure.param,
@@ -197,7 +203,7 @@ class Grammars:
         fault = self._fault(grammar, check, is_quick=is_quick)
         if fault:
             path = ""
-            if structure.kind in ("json_schema", "tags"):
+            if structure.kind in ("json_schema", "tags", "forms"):
                 path, fault = library_fault(structure.value, fault)
             if structure.kind == "json_schema" and not path:
                 if is_quick:
@@ -305,11 +311,12 @@ def one_wish(wishes: Sequence[Structure]) -> Structure | None:
     return wishes[0] if wishes else None
 
 
-def text_of(structure: Structure, marks: Collection[str] = ()) -> str:
+def text_of(structure: Structure, marks: Mapping[str, str] = NO_MARKS) -> str:
     """Return a structure as the library reads it, not yet checked by it.
 
-    marks: ``<tool_call>`` and such, where the tokenizer has a token for each. The library takes
-    these for special tokens, which text does not allow: tags name them beside their spelling.
+    marks: ``<tool_call>`` and such, where the tokenizer has a token for each, and what the grammar
+    calls it. The library takes these for special tokens, which text does not allow: tags name them
+    beside their spelling.
     Raises InvalidRequest: the value is none of its kind, or of a schema that no answer ends.
     """
     value, param = structure.value, structure.param
@@ -328,6 +335,8 @@ def text_of(structure: Structure, marks: Collection[str] = ()) -> str:
             return write.grammar_from_lark(_lark(_text(value, param), param))
         case "tags":
             return _tags(structure, marks)
+        case "forms":
+            return _forms(structure, marks)
 
 
 def _schema(structure: Structure, schema: Any, path: str) -> dict[str, Any]:
@@ -379,15 +388,13 @@ def _lark(text: str, param: str) -> str:
         ) from None
 
 
-def _tags(structure: Structure, marks: Collection[str]) -> str:
+def _tags(structure: Structure, marks: Mapping[str, str]) -> str:
     text = "TEXT" if structure.begins_free else "SPACE?"
     names: list[str] = []
     rules: list[str] = []
     start = ""
     for index, tag in enumerate(structure.value):
-        schema = _schema(structure, tag["schema"], f"[{index}].schema")
-        options = _json_options(structure.whitespace, json.dumps(schema))
-        json_rule = f"%json {json.dumps(schema | {'x-guidance': options})}"
+        json_rule = _json_rule(structure, tag["schema"], index)
         if "trigger" not in tag:
             start = "alone | "
             rules.append(f"alone: {json_rule}")
@@ -397,7 +404,7 @@ def _tags(structure: Structure, marks: Collection[str]) -> str:
         lazy = "[lazy]" if structure.begins_free else ""
         rules.append(f"begun_{index}{lazy}: {text} {_literal(trigger)}")
         if trigger in marks:
-            begins.append(f"{text} {trigger}")
+            begins.append(f"{text} {marks[trigger]}")
         parts = [
             f"({' | '.join(begins)})",
             *_literals(tag["begin"].removeprefix(trigger), marks),
@@ -411,13 +418,38 @@ def _tags(structure: Structure, marks: Collection[str]) -> str:
     return "\n".join(["%llguidance {}", start, r"TEXT: /(.|\n)*/", r"SPACE: /[ \n]{1,4}/", *rules])
 
 
-def _after_thought(grammar: str, thought: Thought, marks: Collection[str]) -> str:
+def _forms(structure: Structure, marks: Mapping[str, str]) -> str:
+    names: list[str] = []
+    rules: list[str] = []
+    for index, form in enumerate(structure.value):
+        rest = _json_rule(structure, form["schema"], index) if "schema" in form else "TEXT"
+        names.append(f"form_{index}")
+        rules.append(f"form_{index}: {' '.join(_literals(form['begin'], marks))} {rest}")
+    text = r"TEXT: /(.|\n)*/"
+    return "\n".join(["%llguidance {}", f"start: {' | '.join(names)}", text, *rules])
+
+
+def _json_rule(structure: Structure, value: Any, index: int) -> str:
+    """A schema of one of a structure's parts."""
+    schema = _schema(structure, value, f"[{index}].schema")
+    options = _json_options(structure.whitespace, json.dumps(schema))
+    return f"%json {json.dumps(schema | {'x-guidance': options})}"
+
+
+def _after_thought(
+    grammar: str, structure: Structure, thinking: ThoughtMarks, marks: Mapping[str, str]
+) -> str:
     """Return a grammar of thinking and then of what another says."""
-    end = ThoughtParser.END
-    begin, *_ = _literals(ThoughtParser.BEGIN, marks)
-    start = "thought @answer" if thought == "open" else f"(SPACE {begin} thought)? @answer"
-    ends = f"(ended | TEXT {end})" if end in marks else "ended"
-    thinking = "\n".join(
+    end = thinking.end
+    begin, then = (" ".join(_literals(text, marks)) for text in (thinking.begin, thinking.then))
+    answer = "@answer"
+    if structure.kind != "forms":  # which say themselves what they begin with
+        answer = " ".join([*_literals(thinking.answer, marks), answer])
+    start = f"(SPACE {begin} thought {then})? {answer}"
+    if structure.thought == "open":
+        start = f"thought {then} {answer}"
+    ends = f"(ended | TEXT {marks[end]})" if end in marks else "ended"
+    thought = "\n".join(
         [
             f"start: {start}",
             f"thought: {ends} SPACE",
@@ -428,15 +460,15 @@ def _after_thought(grammar: str, thought: Thought, marks: Collection[str]) -> st
     )
     # Lark's text is as it is, all else JSON.
     own = json.loads(grammar)["grammars"][0] if grammar[0] == "{" else {"lark_grammar": grammar}
-    return json.dumps({"grammars": [{"lark_grammar": thinking}, {**own, "name": "answer"}]})
+    return json.dumps({"grammars": [{"lark_grammar": thought}, {**own, "name": "answer"}]})
 
 
-def _literals(text: str, marks: Collection[str]) -> list[str]:
+def _literals(text: str, marks: Mapping[str, str]) -> list[str]:
     """A text as parts of a rule, marks in both their forms."""
     known = "|".join(map(re.escape, sorted(marks)))
     parts = re.split(f"({known})", text) if known else [text]
     return [
-        f"({_literal(part)} | {part})" if part in marks else _literal(part)
+        f"({_literal(part)} | {marks[part]})" if part in marks else _literal(part)
         for part in parts
         if part
     ]

@@ -101,8 +101,10 @@ class TextModel:
         self._max_offloaded = max_offloaded
 
     @classmethod
-    def load(cls, folder: ModelFolder, *, max_offloaded: int = MAX_OFFLOADED) -> TextModel:
-        """Load from a model folder.
+    def load(
+        cls, folder: ModelFolder, *, template: str | None = None, max_offloaded: int = MAX_OFFLOADED
+    ) -> TextModel:
+        """Load from a model folder. template: instead of its own.
 
         Raises ModelError: no or malformed tokenizer.json, or a malformed chat template.
         """
@@ -111,14 +113,21 @@ class TextModel:
             tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises a bare Exception
             raise ModelError(f"{path} is not a tokenizer: {error}") from error
-        source, special_tokens = folder.chat_template, folder.special_tokens
-        template = None if source is None else ChatTemplate(source, special_tokens)
-        return cls(tokenizer, template, special_tokens, max_offloaded=max_offloaded)
+        source, special_tokens = template or folder.chat_template, folder.special_tokens
+        chat_template = None if source is None else ChatTemplate(source, special_tokens)
+        return cls(tokenizer, chat_template, special_tokens, max_offloaded=max_offloaded)
 
     def close(self) -> None:
         """Stop the threads; a text in progress is finished first."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self.grammars.close()
+
+    def name_marks(self, *texts: str) -> None:
+        """Have grammars know the tokens within texts by their ids: special ones are no text, and
+        not every token has a name that a grammar may have."""
+        for token_id, token in self._tokenizer.get_added_tokens_decoder().items():
+            if any(token.content in text for text in texts):
+                self.grammars.marks.setdefault(token.content, f"<[{token_id}]>")
 
     @property
     def template(self) -> str | None:
@@ -280,12 +289,15 @@ def _size(value: object) -> int:
     return size
 
 
-def _marks(tokenizer: Tokenizer) -> frozenset[str]:
-    """Tokens that were added for what answers show, such as ``<tool_call>``."""
+def _marks(tokenizer: Tokenizer) -> dict[str, str]:
+    """Tokens that were added for what answers show, such as ``<tool_call>``; as grammars have
+    them."""
     added = tokenizer.get_added_tokens_decoder().values()
-    return frozenset(
-        one.content for one in added if not one.special and _MARK.fullmatch(one.content)
-    )
+    return {
+        one.content: one.content
+        for one in added
+        if not one.special and _MARK.fullmatch(one.content)
+    }
 
 
 def _is_byte_level(tokenizer: Tokenizer) -> bool:

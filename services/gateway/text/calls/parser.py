@@ -71,7 +71,7 @@ class ToolParser:
 
     max_calls: int | None = None
     num_calls = 0
-    _held = ""
+    _held: str = ""
     _value: JsonValue | None = None  # of the arguments that are on their way
 
     def __init__(self, tools: Mapping[str, Any]) -> None:

@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from services.gateway.text.calls.parser import Said, ToolParser, num_begun
 
 
+class ThoughtMarks(NamedTuple):
+    """What stands around thinking, and where an answer goes on after it.
+
+    are_special: special tokens, which answers do not show otherwise. again: what begins thinking
+    anew amid an answer, "" = nothing does. then: between thinking and what comes next. answer:
+    before an answer's text.
+    """
+
+    begin: str
+    end: str
+    are_special: bool = False
+    again: str = ""
+    then: str = ""
+    answer: str = ""
+
+
+THINK = ThoughtMarks("<think>", "</think>")
+
+
 class ThoughtParser:
-    """Tells thinking (``<think>…</think>``, at the beginning) from what comes after it.
+    """Tells thinking, at the beginning, from what comes after it.
 
     is_open: the prompt has begun it. after: takes the rest, None = it is text.
     """
 
-    BEGIN, END = "<think>", "</think>"
-
-    def __init__(self, after: ToolParser | None, *, is_open: bool) -> None:
+    def __init__(
+        self, after: ToolParser | None, *, is_open: bool, marks: ThoughtMarks = THINK
+    ) -> None:
         self._after = after
+        self._marks = marks
         self._is_thinking = is_open
         self._is_decided = is_open
         self._is_blank = True  # of the part that is on: leading spaces go
@@ -36,13 +58,14 @@ class ThoughtParser:
             return []
         self._held += "".join(self._spaces) + text
         self._spaces.clear()
+        begin, end = self._marks.begin, self._marks.end
         if not self._is_decided:
             start = self._held.lstrip()
-            if len(start) < len(self.BEGIN) and self.BEGIN.startswith(start):
+            if len(start) < len(begin) and begin.startswith(start):
                 return []
             self._is_decided = True
-            if start.startswith(self.BEGIN):
-                self._is_thinking, self._held = True, start[len(self.BEGIN) :]
+            if start.startswith(begin):
+                self._is_thinking, self._held = True, start[len(begin) :]
             else:
                 self._is_blank = False
         if self._is_blank:
@@ -50,13 +73,13 @@ class ThoughtParser:
             self._is_blank = not self._held
         if not self._is_thinking:
             return self._rest()
-        thought, mark, rest = self._held.partition(self.END)
+        thought, mark, rest = self._held.partition(end)
         if mark:
             self._is_thinking, self._held = False, rest.lstrip()
             self._is_blank = not self._held
             return [*_thought(thought.rstrip()), *self._rest()]
         # The last spaces are held, too: they go if the end follows.
-        sure = thought[: len(thought) - num_begun(thought, self.END)].rstrip()
+        sure = thought[: len(thought) - num_begun(thought, end)].rstrip()
         self._held = thought[len(sure) :]
         return _thought(sure)
 

@@ -1,11 +1,14 @@
 """Calls whose arguments stand between marks, each by itself, in no JSON.
 
     qwen3_coder   <tool_call><function=f><parameter=a>1</parameter></function></tool_call>
+    seed_oss      the same in <seed:tool_call>
+    minimax_m2    <minimax:tool_call><invoke name="f"><parameter name="a">1</parameter></invoke>
+                  … </minimax:tool_call>
     glm45         <tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>
 
 A value is the text itself where its schema wants a string, else JSON. Strings leave as they come,
-other values when they are whole. Formats: the chat templates of Qwen3-Coder and GLM 4.5; what is
-read beyond them is what the parsers of their names in vLLM and SGLang read.
+other values when they are whole. Formats: the chat templates of Qwen3-Coder, Seed-OSS, MiniMax-M2
+and GLM 4.5; what is read beyond them is what the parsers of their names in vLLM and SGLang read.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from services.gateway.text.schemas import as_list
 
 MAX_HEAD = 256
 """Longest beginning of a call, up to the end of its name: what is longer is text."""
-MAX_MARK = 16
+MAX_MARK = 24
 """No mark is longer."""
 MAX_KEY = 1024
 """Longest key with its marks and spaces."""
@@ -155,6 +158,29 @@ class QwenCoderParser(XmlParser):
     ENDS = ("</parameter>", "<parameter=", "</function>", "</tool_call>")
     CLOSES = ("</function>", "</tool_call>")
     TRIM = "\n"
+    OF_UNKNOWN = _TEXT
+
+
+class SeedParser(QwenCoderParser):
+    """Seed-OSS."""
+
+    END = "</seed:tool_call>"
+    BEGINS = ("<seed:tool_call>", "<function=")
+    HEAD = re.compile(r"(?:<seed:tool_call>\s*)?<function=([^<>\s]+)>")
+    ENDS = ("</parameter>", "<parameter=", "</function>", END)
+    CLOSES = ("</function>", END)
+
+
+class MiniMaxParser(XmlParser):
+    """MiniMax-M2. One mark stands around all calls, and is left out at times."""
+
+    END = "</minimax:tool_call>"
+    BEGINS = ("<minimax:tool_call>", "<invoke name=")
+    HEAD = re.compile(r'(?:<minimax:tool_call>\s*)?<invoke name="?([^<>\s"]+)"?>')
+    KEY_BEGIN = "<parameter name="
+    KEY = re.compile(r'<parameter name="?([^<>"]{1,512})"?>')
+    ENDS = ("</parameter>", "<parameter name=", "</invoke>", END)
+    CLOSES = ("</invoke>", END)
     OF_UNKNOWN = _TEXT
 
 

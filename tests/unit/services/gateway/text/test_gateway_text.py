@@ -528,6 +528,21 @@ async def test_as_many_long_texts_wait_as_requests_are_let_in() -> None:
     model.close()
 
 
+async def test_a_template_of_ones_own(tmp_path: Path) -> None:
+    """In place of the folder's; what cannot be read is said with its name."""
+    path = tmp_path / "own.jinja"
+    path.write_text("<{{ messages[0].content }}>")
+    _, model = load(GatewayConfig(model=str(DEMO_FOLDER), chat_template=path))
+    assert await model.render([{"role": "user", "content": "hi"}]) == "<hi>"
+    model.close()
+    for wrong in (b"\xff", b"{% if"):
+        path.write_bytes(wrong)
+        with pytest.raises(ModelError):
+            load(GatewayConfig(model=str(DEMO_FOLDER), chat_template=path))
+    with pytest.raises(ModelError, match=r"no\.jinja: No such file"):
+        load(GatewayConfig(model=str(DEMO_FOLDER), chat_template=tmp_path / "no.jinja"))
+
+
 async def test_a_long_text_leaves_the_loop_to_others() -> None:
     """While it is tokenized or decoded the loop turns: answers of others go on."""
     model = TextModel.load(ModelFolder(DEMO_FOLDER))

@@ -301,7 +301,7 @@ async def test_thinking_before_what_must_match(
     tokenizer.add_tokens([AddedToken(mark) for mark in marks])
     read = library().LLTokenizer(tokenizer.to_str(), n_vocab=VOCAB_SIZE, eos_token=[EOS])
     grammars = Grammars(check_in_place)
-    grammars.marks = frozenset(marks)
+    grammars.marks = {mark: mark for mark in marks}
 
     async def takes(thought: Thought, text: str) -> bool:
         grammar = await grammars.checked(replace(asked(value, kind), thought=thought))

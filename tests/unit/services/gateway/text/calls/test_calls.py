@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from services.gateway.text.calls.families import PARSERS, family_of
+from services.gateway.text.calls.harmony import HarmonyParser, call_header
 from services.gateway.text.calls.parser import ListParser, NamedParser, Said, ToolParser
 from services.gateway.text.calls.thoughts import ThoughtParser
 from services.gateway.text.chat_template import ChatTemplate, Rendering
@@ -33,6 +34,8 @@ SCHEMA = {
 TOOLS = {"weather": SCHEMA, "get_time": {"type": "object"}}
 PARIS = ("weather", {"city": 'Paris, "é" {[}'})
 NOW = ("get_time", {})
+
+ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|start|>assistant<|channel|>final<|message|>"
 
 Parser = ToolParser | ThoughtParser
 
@@ -72,6 +75,26 @@ def require(make: Callable[[], Parser], text: str, words: str, due: list[Any]) -
 def hermes(name: str, arguments: Any, key: str = "arguments") -> str:
     call = json.dumps({"name": name, key: arguments}, ensure_ascii=False)
     return f"<tool_call>\n{call}\n</tool_call>"
+
+
+DEEPSEEK_ENDS = "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+
+
+def deepseek(*calls: tuple[str, Any]) -> str:
+    begin, end = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+    inner = "".join(
+        f"{begin}{name}<｜tool▁sep｜>{json.dumps(arguments, ensure_ascii=False)}{end}"
+        for name, arguments in calls
+    )
+    return f"<｜tool▁calls▁begin｜>{inner}<｜tool▁calls▁end｜>"
+
+
+def deepseek_r1(*calls: tuple[str, Any]) -> str:
+    begin, end = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```<｜tool▁call▁end｜>"
+    inner = "\n".join(
+        f"{begin}{name}\n```json\n{json.dumps(arguments)}{end}" for name, arguments in calls
+    )
+    return f"<｜tool▁calls▁begin｜>{inner}<｜tool▁calls▁end｜>"
 
 
 MARKED = ("get_time", {"at": "</tool_call>, <tool_call> and </tool_call>"})
@@ -142,6 +165,41 @@ LIST = json.dumps(
         ("pythonic", "[get_time(__import__('os'))]", "[get_time(__import__('os'))]", []),
         ("pythonic", "[get_time(a={1, 2})]", "[get_time(a={1, 2})]", []),
         ("pythonic", "words", "words", []),
+        ("deepseek_v3", deepseek(PARIS, NOW), "", [PARIS, NOW]),
+        ("deepseek_v3", deepseek_r1(PARIS, NOW), "", [PARIS, NOW]),
+        ("deepseek_v3", f"I look. {deepseek(NOW)} Done.", "I look.  Done.", [NOW]),
+        ("deepseek_v3", deepseek(PARIS).removesuffix(DEEPSEEK_ENDS), "", [PARIS]),
+        ("deepseek_v3", deepseek(("nobody", {})), deepseek(("nobody", {})), []),
+        ("deepseek_v3", "<｜tool▁calls▁begin｜>words", "<｜tool▁calls▁begin｜>words", []),
+        ("deepseek_v3", "a <｜tool▁call <", "a <｜tool▁call <", []),
+        ("harmony", "<|channel|>final<|message|>Fine.", "Fine.", []),
+        ("harmony", "<|channel|>final<|message|>Fine <|end|>", "Fine ", []),
+        ("harmony", call_header("weather") + json.dumps(PARIS[1]), "", [PARIS]),
+        (
+            "harmony",
+            "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.weather"
+            f"<|channel|>commentary json<|message|> {json.dumps(PARIS[1])}<|call|>",
+            "I look.",
+            [PARIS],
+        ),
+        (
+            "harmony",
+            f"{call_header('get_time')}{{}}<|call|><|start|>assistant{call_header('get_time')}{{}}"
+            "<|start|>assistant<|channel|>final<|message|>Now.<|channel|>final<|message|>Then.",
+            "Now.\nThen.",
+            [NOW, NOW],
+        ),
+        (
+            "harmony",
+            f"{call_header('nobody')}{{}}<|call|>",
+            f"{call_header('nobody')}{{}}<|call|>",
+            [],
+        ),
+        ("harmony", f"{call_header('get_time')}now", f"{call_header('get_time')}now", []),
+        ("harmony", "<|channel|>final<|message|>a <|b> <|end", "a <|b> <|end", []),
+        ("harmony", '{"a": 1}', '{"a": 1}', []),
+        ("harmony", "to be", "to be", []),
+        ("harmony", "<|channel|>final<|message|>A.<|end|><|start|>assistant<|chan", "A.", []),
     ],
 )
 def test_a_family(family: Any, text: str, words: str, due: list[Any]) -> None:
@@ -203,6 +261,9 @@ def test_arguments_can_always_be_sent(family: Any, text: str, arguments: Any) ->
     [
         ("hermes", '<tool_call>\n{"name": "weather", "arguments": {"city": "Pa'),
         ("qwen3_coder", "<tool_call>\n<function=weather>\n<parameter=city>\nPa"),
+        ("minimax_m2", '<minimax:tool_call><invoke name="weather"><parameter name="city">Pa'),
+        ("deepseek_v3", deepseek(("weather", {"city": "Pa"})).removesuffix('"}' + DEEPSEEK_ENDS)),
+        ("harmony", call_header("weather") + '{"city": "Pa'),
         ("glm45", "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Pa"),
     ],
 )
@@ -227,7 +288,16 @@ def glm(name: str, *values: tuple[str, str]) -> str:
     return f"<tool_call>{name}\n{inner}</tool_call>"
 
 
-XML = [("qwen3_coder", qwen), ("glm45", glm)]
+def seed(name: str, *values: tuple[str, str]) -> str:
+    return qwen(name, *values).replace("tool_call>", "seed:tool_call>")
+
+
+def minimax(name: str, *values: tuple[str, str]) -> str:
+    inner = "".join(f'<parameter name="{key}">{value}</parameter>\n' for key, value in values)
+    return f'<minimax:tool_call>\n<invoke name="{name}">\n{inner}</invoke>\n</minimax:tool_call>'
+
+
+XML = [("qwen3_coder", qwen), ("seed_oss", seed), ("minimax_m2", minimax), ("glm45", glm)]
 QWEN_TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for message in messages %}"
     "{{ message.content }}{% for call in message.tool_calls %}<tool_call>\n"
@@ -283,7 +353,11 @@ def test_values_by_their_schema(family: Any, call: Any, written: dict[str, str],
 
 @pytest.mark.parametrize(
     ("family", "call", "due"),
-    [("qwen3_coder", qwen, {"zone": "7", "at": "x"}), ("glm45", glm, {"zone": 7, "at": "x"})],
+    [
+        ("qwen3_coder", qwen, {"zone": "7", "at": "x"}),
+        ("minimax_m2", minimax, {"zone": "7", "at": "x"}),
+        ("glm45", glm, {"zone": 7, "at": "x"}),
+    ],
 )
 def test_values_that_no_schema_knows(family: Any, call: Any, due: Any) -> None:
     """As the models' own parsers have it: text, or JSON where it is some."""
@@ -327,7 +401,7 @@ def test_calls_between_marks(family: Any, call: Any) -> None:
     require(make, f"{unknown} {two}", f"{unknown} ", [NOW])
     for text in ("<tool_call>", "<tool_call>no call</tool_call> x", "a <tool_cal> <", "<function>"):
         require(make, text, text, [])
-    long = f"<tool_call>{'x' * 500}"
+    long = f"{PARSERS[family].BEGINS[0]}{'x' * 500}"  # type: ignore[attr-defined]
     assert make().feed(long), "what is no call does not wait for its end"
     require(make, long, long, [])
     for end in range(len(one)):
@@ -335,7 +409,8 @@ def test_calls_between_marks(family: Any, call: Any) -> None:
         _, words, calls = read(parser, one[:end], [end // 2])
         assert one.startswith(words)
         assert not (words and calls)
-        assert parser.is_within_call == (bool(calls) and "</function>" not in one[:end])
+        has_closed = PARSERS[family].CLOSES[0] in one[:end]  # type: ignore[attr-defined]
+        assert parser.is_within_call == (bool(calls) and not has_closed)
         assert not calls or json.dumps(due[0][1]).startswith(calls[0][1])
 
 
@@ -391,6 +466,11 @@ def test_spaces_without_end_are_read_at_once(begin: str) -> None:
         (PARSERS["qwen3_coder"], "<tool_call><function=weather><parameter=on>", "abcdefgh" * 8),
         (PARSERS["glm45"], "<tool_call>get_time\n<arg_key>", "abcdefgh" * 8),
         (PARSERS["glm45"], "<tool_call>weather<arg_key>on</arg_key><arg_value>", "abcdefgh" * 8),
+        (PARSERS["deepseek_v3"], "<｜tool▁calls▁begin｜>", "abcdefgh" * 8),
+        (PARSERS["deepseek_v3"], deepseek(NOW).removesuffix(DEEPSEEK_ENDS), "abcdefgh" * 8),
+        (PARSERS["harmony"], "<|start|>", "abcdefgh" * 8),
+        (PARSERS["harmony"], call_header("get_time") + "{}", "abcdefgh" * 8),
+        (PARSERS["harmony"], call_header("get_time"), " \n" * 32),
         (ListParser, '[{"name": "', "abcdefgh" * 8),
         (lambda tools: ThoughtParser(ListParser(tools), is_open=True), "a", " \n" * 32),
         (lambda tools: ThoughtParser(ListParser(tools), is_open=False), "", " \n" * 32),
@@ -458,6 +538,35 @@ def test_thinking(text: str, is_open: bool, thought: str, words: str) -> None:
         assert got == (thought, words, []), cuts
 
 
+@pytest.mark.parametrize(
+    ("text", "thought", "words", "due"),
+    [
+        (f"{ANALYSIS}why<|end|>{FINAL}so<|return|>", "why", "so", []),
+        (f"{ANALYSIS}why<|end|>{ANALYSIS}not<|end|>{FINAL}so", "why\nnot", "so", []),
+        (f"{ANALYSIS}why<|end|>{call_header('get_time')}{{}}<|call|>", "why", "", [NOW]),
+        (f"{FINAL}so", "", "so", []),
+        (f"{ANALYSIS}why no", "why no", "", []),
+    ],
+)
+def test_thinking_in_channels(text: str, thought: str, words: str, due: list[Any]) -> None:
+    """However it is cut; what is not told apart keeps its marks."""
+    for cuts in ([], list(range(len(text))), [9, 30]):
+        said, shown, calls = read(HarmonyParser(TOOLS), text, cuts)
+        assert (said, shown) == (thought, words)
+        assert [(name, json.loads(arguments)) for name, arguments in calls] == due
+        _, shown, _ = read(HarmonyParser(TOOLS, tells_thinking=False), text, cuts)
+        if thought and words:
+            analysis, _, _ = text.partition(FINAL)
+            assert shown == f"{analysis}{words}".replace(
+                "<|end|><|start|>assistant<|ch", "<|end|><|ch"
+            )
+
+
+def test_an_answer_that_goes_on_amid_its_text() -> None:
+    """The prompt ended there; what looks like a header's beginning is none."""
+    require(lambda: HarmonyParser({}, is_text=True), "to=all: <|", "to=all: <|", [])
+
+
 def test_calls_after_thinking() -> None:
     """What looks like a call within a thought is none."""
     text = f"<think>maybe {hermes(*NOW)}</think>{hermes(*PARIS)}"
@@ -477,6 +586,10 @@ def test_calls_after_thinking() -> None:
         ("{{ tools }}[func_name1(params_name1=params_value1)]", "pythonic"),
         (QWEN_TEMPLATE, "qwen3_coder"),
         (GLM_TEMPLATE, "glm45"),
+        ("{{ tools }}<seed:tool_call><function=", "seed_oss"),
+        ("{{ tools }}<minimax:tool_call>", "minimax_m2"),
+        ("{{ tools }}<｜tool▁calls▁begin｜>", "deepseek_v3"),
+        ("{{ tools }}<|channel|>analysis<|message|>", "harmony"),
         ("{{ tools }}", None),
         ("<tool_call>", None),
         (None, None),
