@@ -388,7 +388,7 @@ def main() -> None:
                           is_whole=asked.verbose))  # fmt: skip
         return
     if asked.quick:
-        asked.faults, asked.load_s = 3, 10.0
+        asked.faults, asked.load_s = min(asked.faults, 3), min(asked.load_s, 10.0)
     # A gateway that restarts finds its modules compiled, as wherever pip has installed it.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     record = Record(HERE, asked.quick)

@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument("--record", action="store_true", help="write results of a quick run too")
     asked = parser.parse_args()
     if asked.quick:
-        asked.requests = 400
+        asked.requests = min(asked.requests, 400)
     record = Record(HERE, asked.quick)
     asyncio.run(measure(record, asked))
     record.finish(write=True if asked.record else None)

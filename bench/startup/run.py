@@ -168,7 +168,7 @@ def main() -> None:
         print(json.dumps(seconds_to(what, memory, Path(place))))
         return
     if asked.quick:
-        asked.mib, asked.repetitions = 256, 1
+        asked.mib, asked.repetitions = min(asked.mib, 256), 1
     record = Record(HERE, asked.quick)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
