@@ -177,8 +177,24 @@ def test_a_file_that_is_exchanged_while_it_is_loaded(folder: Path) -> None:
     assert torch.equal(checkpoint.get(NORM), before)
     assert checkpoint.digest(vocab_size=199) == digest
     assert Checkpoint(ModelFolder(folder)).digest(vocab_size=199) != digest
-    with pytest.raises(ModelError, match="exchanged while it was loaded"):
+    with pytest.raises(ModelError, match="exchanged or written while it was loaded"):
         checkpoint.get("model.layers.0.self_attn.o_proj.weight")
+
+
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+def test_a_file_that_is_written_while_it_is_loaded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kernels: str
+) -> None:
+    """Its new weights would be computed under the fingerprint of what was there before."""
+    tensors = {name: tensor + 1 for name, tensor in load_file(folder / WEIGHTS).items()}
+    save_file(tensors, folder / "new")
+
+    def write() -> None:
+        shutil.copy(folder / "new", folder / WEIGHTS)
+
+    monkeypatch.setattr("shared.engine.torch_engine.keep_precision", write)
+    with pytest.raises(ModelError, match="written while it was loaded"):
+        TorchEngine.load(folder, num_blocks=8, kernels=kernels)
 
 
 def test_hostile_headers(folder: Path) -> None:

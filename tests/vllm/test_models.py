@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import random
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from shared.config import PrefillConfig
+from shared.engine.load import load_engine
 from shared.engine.native.build import unsupported
 from shared.errors import EngineFailed, MeshError, ModelError
 from tests.support.engine_driver import Driver, greedy
@@ -260,6 +263,36 @@ def test_weights_are_those_of_the_fingerprint_and_all_of_them(
             remote_engine(config(*arguments)),
         ):
             pass
+
+
+def _load_amid_exchange(folder: Path, told: Connection) -> None:
+    def begins(part: str) -> None:
+        if "loading weights" in part:
+            (folder / "new").replace(folder / "model.safetensors")
+
+    config = PrefillConfig(
+        engine="vllm", device="cpu", model=str(folder), vllm_args=EAGER, num_blocks=96, threads=1
+    )
+    try:
+        load_engine(config, begins)
+    except ModelError as error:
+        told.send(str(error))
+
+
+def test_weights_that_are_exchanged_amid_the_load_are_refused(
+    folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The new ones were computed under the old ones' fingerprint, whose KV others keep."""
+    folder = tmp_path / "llama"
+    shutil.copytree(folder_of("llama"), folder)
+    shutil.copy(folder / "model.safetensors", folder / "new")
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=_load_amid_exchange, args=(folder, theirs))
+    child.start()
+    theirs.close()
+    assert "exchanged or written while it was loaded" in ours.recv()  # EOFError: it was not refused
+    child.join()
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,7 @@ class Checkpoint:
         self.paths = find_files(folder)
         self.tensors: dict[str, TensorInfo] = {}
         self._descriptors = {path: self._open(path) for path in self.paths}
+        self._versions = {path: _version(os.fstat(it)) for path, it in self._descriptors.items()}
         for path, file in self._descriptors.items():
             for name, info in _read_header(path, file).items():
                 if name in self.tensors:
@@ -127,13 +128,19 @@ class Checkpoint:
             file = self._mapped.get(info.path)
             if file is None:
                 file = safe_open(info.path, framework="pt", device="cpu")
-                checked = os.fstat(self._descriptors[info.path])
-                if not os.path.samestat(checked, info.path.stat()):
-                    raise self.broken(name, "the file was exchanged while it was loaded")
+                self.require_same(info.path)
                 self._mapped[info.path] = file
             return file.get_tensor(info.name)
         except (SafetensorError, OSError) as error:
             raise self.broken(name, error) from error
+
+    def require_same(self, *paths: Path) -> None:
+        """Raise ModelError if what has these names, or any file's, is not what was opened."""
+        for path in paths or self.paths:
+            if _version(path.stat()) != self._versions[path]:
+                raise ModelError(
+                    f"{path} was exchanged or written while it was loaded: start again"
+                )
 
     def read_into(self, out: torch.Tensor, name: str) -> None:
         """Fill a tensor of the same shape, from the file if no number has to be converted or moved
@@ -215,6 +222,10 @@ class Checkpoint:
                 raise ModelError(
                     f"{self.folder.path}/{INDEX_FILE}: tensor {name} is not in {file_name}"
                 )
+
+
+def _version(stat: os.stat_result) -> tuple[int, ...]:
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def find_files(folder: ModelFolder) -> list[Path]:

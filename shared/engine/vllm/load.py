@@ -85,6 +85,7 @@ def load_vllm(
         STEP.has_engine = True  # whether or not it can be made: vLLM keeps what it has begun
         core = _core(wanted, begins, meeting)
         stack.callback(_end, core)
+        checkpoint.require_same()  # vLLM has opened the files anew
         group = _only_group(core, folder)
         layout = _layout(wanted, group)
         spec = _spec(checkpoint, wanted, arguments, release)
