@@ -109,7 +109,8 @@ class UpConfig:
 
 
 _SETTINGS: Final = {
-    _MESH: "planner planner_ttft_s planner_tpot_s planner_target tbt_target_s realtime",
+    _MESH: "planner planner_ttft_s planner_tpot_s planner_target tbt_target_s realtime "
+    "chat_template tool_parser reasoning_parser",
     _CLIENTS: "gateway_processes model_name tls_cert tls_key tls_client_ca api_key api_keys "
     "cors_origins",
     _WORKERS: "engine vllm_args dtype exact threads kv_gib num_blocks block_size max_model_len "
