@@ -28,7 +28,7 @@ from tests.protocol.test_rpc_floods import flood
 from tests.support.calls import call_unary
 from tests.support.certificates import LAST_YEAR, Authority
 from tests.support.command import pdmesh, run_pdmesh
-from tests.support.process_mesh import ROLES, process_mesh
+from tests.support.process_mesh import ANY_PORT, ROLES, process_mesh
 from tests.support.service_process import ServiceProcess
 
 pytestmark = [pytest.mark.process, pytest.mark.ucx]
@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.process, pytest.mark.ucx]
 
 def settings_of(files: TlsFiles) -> dict[str, Any]:
     """Return a gateway's settings for these files."""
-    return {"tls_cert": files.cert, "tls_key": files.key, "http_port": 0, "grpc_port": 0}
+    return {"tls_cert": files.cert, "tls_key": files.key, **ANY_PORT}
 
 
 def errors_of(process: ServiceProcess) -> list[dict[str, Any]]:
