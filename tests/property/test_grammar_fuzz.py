@@ -16,8 +16,9 @@ from hypothesis import event, example, given
 from hypothesis import strategies as st
 
 from services.gateway.front.tool_fields import NamedTool, ToolBody, tool_use
-from services.gateway.text.calls.families import PARSERS, Family
+from services.gateway.text.calls.families import PARSERS
 from services.gateway.text.grammars import Grammars, Kind, Structure
+from shared.bounds import ToolFamily
 from shared.errors import InvalidRequest
 from shared.grammar import matcher
 from tests.support.grammars import byte_tokenizer_once, needs_library
@@ -210,7 +211,7 @@ async def test_tools_are_served_or_refused(
     tools: list[Any],
     choice: Any,
     is_parallel: bool | None,
-    family: Family | None,
+    family: ToolFamily | None,
     alone: Any,
     grammars: Grammars,
 ) -> None:
@@ -233,12 +234,20 @@ CALLS = {
     "mistral": ('[TOOL_CALLS][{"name": ', ', "arguments": ', "}]"),
     "pythonic": ("[", "(b=", ")]"),
     "qwen3_coder": ("<tool_call><function=", "><parameter=b>", "</parameter></function>"),
+    "seed_oss": ("<seed:tool_call><function=", "><parameter=b>", "</parameter></function>"),
+    "minimax_m2": ('<invoke name="', '"><parameter name="b">', "</parameter></invoke>"),
+    "deepseek_v3": (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>",
+        "<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜>",
+    ),
+    "harmony": ("<|channel|>commentary to=functions.", "<|message|>", "<|call|>"),
     "glm45": ("<tool_call>", "<arg_key>b</arg_key><arg_value>", "</arg_value></tool_call>"),
 }
 ODD = st.sampled_from(["NaN", "-Infinity", r'"\ud800"', r'"\q"', '"\n"', "1e999", "{[]: 1}", "1j"])
 
 
-def _told(family: Family) -> st.SearchStrategy[str]:
+def _told(family: ToolFamily) -> st.SearchStrategy[str]:
     """A call with one part or another that is none: of a model that has half forgotten how."""
     begin, middle, end = (st.just(part) | st.sampled_from(["", ",", " "]) for part in CALLS[family])
     value = JSON.map(json.dumps) | ODD
@@ -249,7 +258,7 @@ def _told(family: Family) -> st.SearchStrategy[str]:
 @pytest.mark.parametrize("family", PARSERS)
 @given(data=st.data())
 def test_whatever_a_model_writes_is_text_or_calls_that_can_be_sent(
-    family: Family, data: st.DataObject
+    family: ToolFamily, data: st.DataObject
 ) -> None:
     """No text fails in a parser, in one piece or in two, and what it says has UTF-8."""
     text = data.draw(_told(family))

@@ -205,7 +205,9 @@ def test_a_mark_may_come_as_one_token_or_spelled(guides: Guides) -> None:
     marked = Guides(tokenizer.to_str, VOCAB_SIZE, (EOS,))
     begin_of_call = "<tool_call>a"
     tag = {"trigger": marks[0], "begin": begin_of_call, "schema": {"const": 1}, "end": marks[1]}
-    grammar = text_of(Structure(kind="tags", value=[tag], param="f"), marks)
+    grammar = text_of(
+        Structure(kind="tags", value=[tag], param="f"), dict(zip(marks, marks, strict=True))
+    )
     spelled = [TOKENIZER.encode(mark).ids for mark in marks]
     a, one, special = map(TOKENIZER.token_to_id, ("a", "1", "<a>"))
     for opened in ([begin], spelled[0]):
