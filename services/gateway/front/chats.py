@@ -68,14 +68,14 @@ async def asked_chat(
     if is_counted and form.truncate_prompt_tokens != -1:  # which cuts to what leaves room
         num_more = len(prompt.token_ids) - 1  # an answer's length keeps to its range
         model = replace(model, max_model_len=model.max_model_len + num_more)
-    thinks = front.thinking is not None and tells_thinking
-    if thinks and form.structure is not None:
+    thinking = front.thinking if tells_thinking else None
+    if thinking is not None and form.structure is not None:
         form.structure = replace(form.structure, thought=prompt.thought)
-    if front.speaks_harmony or (thinks and front.thinking and front.thinking.are_special):
+    if front.speaks_harmony or (thinking is not None and thinking.are_special):
         form.skip_special_tokens = False
     await in_time(caller, front.structured(form))
     choices = front.choices(caller, model, [prompt], form)
-    return AskedChat(model, form, choices, _teller_maker(use, prompt, front, thinks=thinks))
+    return AskedChat(model, form, choices, _teller_maker(use, prompt, front, thinking))
 
 
 def new_call_id(answer_id: str, choice: int, call: int) -> str:
@@ -194,27 +194,24 @@ def _hold_to(use: ToolUse, form: Form, front: FrontDoor) -> None:
 
 
 def _teller_maker(
-    use: ToolUse | None, prompt: Prompt, front: FrontDoor, *, thinks: bool
+    use: ToolUse | None, prompt: Prompt, front: FrontDoor, thinking: ThoughtMarks | None
 ) -> Callable[[], Teller] | None:
-    thinking = front.thinking if thinks else None
     if use is None and thinking is None and not front.speaks_harmony:
         return None
     is_open = prompt.thought == "open"
 
     def teller() -> Teller:
-        parser = None
-        if front.speaks_harmony:
-            parser = HarmonyParser(
-                {} if use is None else use.schemas,
-                tells_thinking=thinks,
-                is_text=not prompt.thought,
-            )
-        elif use is not None:
-            parser = _tool_parser(use, front)
-        if parser is not None and use is not None and use.choice == "auto":
-            parser.max_calls = None if use.is_parallel else 1
+        if front.speaks_harmony:  # which tells thinking, too
+            schemas = {} if use is None else use.schemas
+            tells_thinking, is_text = thinking is not None, not prompt.thought
+            tools = HarmonyParser(schemas, tells_thinking=tells_thinking, is_text=is_text)
+        else:
+            tools = None if use is None else _tool_parser(use, front)
+        if tools is not None and use is not None and use.choice == "auto":
+            tools.max_calls = None if use.is_parallel else 1
+        parser = tools
         if thinking is not None and not front.speaks_harmony:
-            parser = ThoughtParser(parser, is_open=is_open, marks=thinking)
+            parser = ThoughtParser(tools, is_open=is_open, marks=thinking)
         assert parser is not None
         return Teller(parser, front.text, use, thinking, is_open=is_open)
 

@@ -120,11 +120,10 @@ class ToolUse:
     def structure(self, family: ToolFamily | None, alone: Structure | None) -> Structure | None:
         """Return what the answer must match for these calls to be made; None = nothing.
 
-        alone: what an answer without calls must match; Harmony's calls have no other form even if
-        they must come. Raises InvalidRequest: strict tools, or
+        alone: what an answer without calls must match. Raises InvalidRequest: strict tools, or
         these beside a schema, of a family whose calls no grammar can follow.
         """
-        if family == "harmony":
+        if family == "harmony":  # a call that must come has its form, too
             is_free = self.choice == "auto" and not self.is_strict and alone is None
             return None if is_free else _harmony(self, alone)
         match self.choice:

@@ -40,11 +40,12 @@ def _our_files(_: Any, folder: str, *__: Any) -> tuple[str, list[str], bool, str
 def _create_unwritten(loader: Any, *args: Any, **named: Any) -> torch.nn.Module:
     """Make a model whose unwritten numbers are NaN, as torch makes them for who wants the same
     result each time."""
+    before = torch.get_deterministic_debug_mode()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         return _create_model(loader, *args, **named)
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.set_deterministic_debug_mode(before)
 
 
 def _load_whole(loader: Any, model: torch.nn.Module, model_config: Any) -> None:

@@ -35,9 +35,10 @@ PARSERS: dict[ToolFamily, type[ToolParser]] = {
 }
 
 SHOWS_SPECIAL_TOKENS = frozenset[ToolFamily](
-    {"llama3", "mistral", "pythonic", "seed_oss", "deepseek_v3", "harmony"}
+    {"llama3", "mistral", "pythonic", "seed_oss", "deepseek_v3"}
 )
-"""Families whose marks are special tokens, which answers do not show otherwise."""
+"""Families whose marks are special tokens, which answers do not show otherwise; Harmony's are shown
+without tools, too."""
 
 THOUGHTS: dict[ThoughtName, ThoughtMarks] = {
     "think": THINK,
