@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from services.gateway.text.calls.parser import JsonValue, Said, ToolParser
+from services.gateway.text.calls.parser import Said, ToolParser
 from services.gateway.text.calls.thoughts import ThoughtMarks
 
 HARMONY = ThoughtMarks(
@@ -67,9 +67,8 @@ class HarmonyParser(ToolParser):
                 if not start and len(self._held) < MAX_HEADER:
                     return
                 if start.startswith("{"):
-                    self._part, self._value, self._held = "call", JsonValue(), start
-                    self.num_calls += 1
-                    yield Said("", self.num_calls - 1, self._name)
+                    self._part, self._held = "call", start
+                    yield self._begun(self._name)
                 else:
                     self._part = "raw"
             if self._value is not None and not (yield from self._arguments(self._value)):

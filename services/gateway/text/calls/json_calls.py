@@ -11,7 +11,6 @@ from typing import Any, cast
 from services.gateway.text.calls.parser import (
     DECODER,
     HEAD,
-    JsonValue,
     Said,
     ToolParser,
     read_json,
@@ -41,19 +40,15 @@ class HermesParser(ToolParser):
                     return
                 self._is_after_call = False
             if not self._is_call:
-                text, mark = self._text_before([self.BEGIN])
-                if text:
-                    yield Said(text)
-                if mark is None:
+                if (yield from self._told_before([self.BEGIN])) is None:
                     return
                 self._is_call, self._has_head, self._ends, self._sought = True, False, (), 0
             if not self._has_head and (head := HEAD.match(self._held)):
                 name = read_json(head[1])
                 if name in self._tools:
                     self._held = self._held[head.end() :]
-                    self._has_head, self._value = True, JsonValue()
-                    self.num_calls += 1
-                    yield Said("", self.num_calls - 1, name)
+                    self._has_head = True
+                    yield self._begun(name)
             if self._value is not None and not (yield from self._arguments(self._value)):
                 return
             if self._has_head:
@@ -175,10 +170,7 @@ class MistralParser(ToolParser):
 
     def _said(self, *, is_over: bool) -> Iterator[Said]:
         if not self._is_call:
-            text, mark = self._text_before([self.MARK])
-            if text:
-                yield Said(text)
-            if mark is None:
+            if (yield from self._told_before([self.MARK])) is None:
                 return
             self._is_call = True
         if not is_over:

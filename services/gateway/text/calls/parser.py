@@ -119,6 +119,19 @@ class ToolParser:
         text, self._held = self._held[:cut], self._held[cut:]
         return text, None
 
+    def _told_before(self, marks: Sequence[str]) -> Generator[Said, None, str | None]:
+        """Tell that text; return the mark, None = more must come."""
+        text, mark = self._text_before(marks)
+        if text:
+            yield Said(text)
+        return mark
+
+    def _begun(self, name: str) -> Said:
+        """A call whose arguments follow (``_arguments``)."""
+        self._value = JsonValue()
+        self.num_calls += 1
+        return Said("", self.num_calls - 1, name)
+
     def _arguments(self, value: JsonValue) -> Generator[Said, None, bool]:
         """Take what has come of the arguments that are on their way; return whether they are
         whole."""
@@ -181,10 +194,8 @@ class ListParser(ToolParser):
                         self._held = ""
                     return
                 self._held = self._held[head.end() :]
-                self._value = JsonValue()
-                self.num_calls += 1
-                yield Said("", self.num_calls - 1, json.loads(head[1]))
-            if not (yield from self._arguments(self._value)):
+                yield self._begun(json.loads(head[1]))
+            if self._value is not None and not (yield from self._arguments(self._value)):
                 return
 
 
@@ -193,9 +204,8 @@ class NamedParser(ToolParser):
 
     def _said(self, *, is_over: bool) -> Iterator[Said]:
         if not self.num_calls:
-            self.num_calls, self._value = 1, JsonValue()
             (name,) = self._tools
-            yield Said("", 0, name)
+            yield self._begun(name)
         text, self._held = self._held, ""
         if self._value is not None and self._value.take(text) is not None:
             self._value = None

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from services.gateway.text.calls.parser import JsonValue, Said, ToolParser
+from services.gateway.text.calls.parser import Said, ToolParser
 
 MAX_HEAD = 256
 """Longest beginning of a call, up to its arguments: what is longer is text."""
@@ -42,10 +42,7 @@ class DeepSeekParser(ToolParser):
                 self._is_call = False
                 continue
             if not self._is_section:
-                text, mark = self._text_before([self.BEGIN])
-                if text:
-                    yield Said(text)
-                if mark is None:
+                if (yield from self._told_before([self.BEGIN])) is None:
                     return
                 self._is_section = self._is_first = True
                 continue
@@ -57,9 +54,8 @@ class DeepSeekParser(ToolParser):
             name = "" if head is None else head[1] or head[2]
             if head is not None and name in self._tools:
                 self._held = self._held[head.end() :]
-                self._is_call, self._is_first, self._value = True, False, JsonValue()
-                self.num_calls += 1
-                yield Said("", self.num_calls - 1, name)
+                self._is_call, self._is_first = True, False
+                yield self._begun(name)
                 continue
             might = any(mark.startswith(self._held[: len(mark)]) for mark in (self.CALL, self.END))
             if head is None and might and len(self._held) < MAX_HEAD:

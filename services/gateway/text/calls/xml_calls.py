@@ -79,9 +79,7 @@ class XmlParser(ToolParser):
                     return
                 self._is_after_call = False
             if not self._is_open:
-                text, mark = self._text_before(self.BEGINS)
-                if text:
-                    yield Said(text)
+                mark = yield from self._told_before(self.BEGINS)
                 if mark is None:
                     return
                 head = self.HEAD.match(mark + self._held)
