@@ -9,7 +9,7 @@ ranges) is caught by ``codec.py``.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 import betterproto2
 from grpclib.encoding.base import CodecBase
@@ -94,25 +94,24 @@ def _reader_of(message_type: Any) -> tuple[Reader | None, bool]:
     return reader(message_type), message_type.__name__ in _OF_CLIENTS
 
 
+CODEC: Final = MessageCodec()
+
+
 def framed(data: bytes) -> bytes:
     """Return an encoded message with its prefix."""
     return len(data).to_bytes(PREFIX_BYTES, "big") + data  # the first byte: not compressed
 
 
-def read_message_nowait(
-    stream: Any, codec: MessageCodec, message_type: type[Message]
-) -> Message | None:
+def read_message_nowait(stream: Any, message_type: type[Message]) -> Message | None:
     """Return the next message if it has arrived in one piece; None = ask ``read_message``.
 
     Raises RemoteProtocolError: no such message.
     """
     data = stream.buffer.take_message(MAX_MESSAGE_BYTES)
-    return None if data is None else codec.decode(data, message_type)
+    return None if data is None else CODEC.decode(data, message_type)
 
 
-async def read_message(
-    stream: Any, codec: MessageCodec, message_type: type[Message]
-) -> Message | None:
+async def read_message(stream: Any, message_type: type[Message]) -> Message | None:
     """Read one length-prefixed message from grpclib's HTTP/2 stream; None at its end.
 
     Raises TooLarge: the prefix announces more than MAX_MESSAGE_BYTES; nothing of the body was read.
@@ -134,4 +133,4 @@ async def read_message(
         raise RemoteProtocolError("the stream ended in the middle of a message") from None
     if len(data) != num_bytes:
         raise RemoteProtocolError("the stream ended in the middle of a message")
-    return codec.decode(data, message_type)
+    return CODEC.decode(data, message_type)

@@ -8,7 +8,7 @@ the messages mean is ``shared/transfer``'s business.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shared import wire
 from shared.errors import IncompatiblePeer, MeshError, RemoteProtocolError
@@ -31,6 +31,7 @@ from shared.transfer.messages import (
     SourceMessage,
     Span,
     StopSending,
+    TransferKey,
     WindowOffer,
 )
 from shared.transfer.plan import MAX_FRAMES, FrameRule
@@ -137,64 +138,38 @@ def message_to_wire(message: SourceMessage | SinkMessage | Pull) -> wire.PairMes
     """One message about a transfer."""
     match message:
         case Pull(key=key, token_ids=token_ids, salt=salt):
-            return wire.PairMessage(
-                pull=wire.PullPrefix(
-                    request_id=key.request_id,
-                    attempt=key.attempt,
-                    lease_token=key.token,
-                    token_ids=pack_u32(token_ids),
-                    cache_salt=salt,
-                )
-            )
+            column = pack_u32(token_ids)
+            pull = wire.PullPrefix(**_names(key), token_ids=column, cache_salt=salt)
+            return wire.PairMessage(pull=pull)
         case Open(key=key):
-            return wire.PairMessage(
-                open=wire.OpenTransfer(
-                    request_id=key.request_id, attempt=key.attempt, lease_token=key.token
-                )
-            )
+            return wire.PairMessage(open=wire.OpenTransfer(**_names(key)))
         case Span():
             return wire.PairMessage(span=wire.AnnounceSpan(**message._asdict()))
         case Commit():
             return wire.PairMessage(commit=wire.CommitTransfer(**message._asdict()))
         case Abort(transfer_id=transfer_id, error=error, frames=frames):
             raw = None if error is None else codec.error_to_wire(error)
-            return wire.PairMessage(
-                abort=wire.AbortTransfer(transfer_id=transfer_id, error=raw, frames=frames)
-            )
+            abort = wire.AbortTransfer(transfer_id=transfer_id, error=raw, frames=frames)
+            return wire.PairMessage(abort=abort)
         case Grant(key=key):
-            return wire.PairMessage(
-                grant=wire.TransferGrant(
-                    request_id=key.request_id,
-                    attempt=key.attempt,
-                    lease_token=key.token,
-                    transfer_id=message.transfer_id,
-                    epoch=message.epoch,
-                    tag_base=message.tag_base,
-                    skip_tokens=message.skip_tokens,
-                )
-            )
+            granted = codec.fields_of(message, ("transfer_id", "epoch", "tag_base", "skip_tokens"))
+            return wire.PairMessage(grant=wire.TransferGrant(**_names(key), **granted))
         case Refused(key=key, error=error):
-            return wire.PairMessage(
-                refused=wire.TransferRefused(
-                    request_id=key.request_id,
-                    attempt=key.attempt,
-                    lease_token=key.token,
-                    error=codec.error_to_wire(error),
-                )
-            )
-        case Credit():
-            return wire.PairMessage(
-                credit=wire.TransferCredit(
-                    transfer_id=message.transfer_id,
-                    frames=message.frames,
-                    slots=list(message.slots),
-                )
-            )
+            refused = wire.TransferRefused(**_names(key), error=codec.error_to_wire(error))
+            return wire.PairMessage(refused=refused)
+        case Credit(transfer_id=transfer_id, frames=frames, slots=slots):
+            credit = wire.TransferCredit(transfer_id=transfer_id, frames=frames, slots=list(slots))
+            return wire.PairMessage(credit=credit)
         case Ack():
             return wire.PairMessage(ack=wire.TransferAck(**message._asdict()))
         case StopSending(transfer_id=transfer_id, error=error):
             raw = codec.error_to_wire(error)
             return wire.PairMessage(stop=wire.StopTransfer(transfer_id=transfer_id, error=raw))
+
+
+def _names(key: TransferKey) -> dict[str, Any]:
+    """The fields by which a message names an attempt's transfer (``codec.key_of``)."""
+    return {"request_id": key.request_id, "attempt": key.attempt, "lease_token": key.token}
 
 
 def message_from_wire(message: wire.PairMessage) -> SourceMessage | SinkMessage | Pull:
@@ -205,17 +180,9 @@ def message_from_wire(message: wire.PairMessage) -> SourceMessage | SinkMessage 
     if message.open is not None:
         return Open(codec.key_of(message.open))
     if (span := message.span) is not None:
-        return Span(
-            _transfer_id(span.transfer_id),
-            span.start,
-            span.stop,
-        )
+        return Span(_transfer_id(span.transfer_id), span.start, span.stop)
     if (commit := message.commit) is not None:
-        return Commit(
-            _transfer_id(commit.transfer_id),
-            commit.first_token,
-            commit.num_frames,
-        )
+        return Commit(_transfer_id(commit.transfer_id), commit.first_token, commit.num_frames)
     if (abort := message.abort) is not None:
         error = None if abort.error is None else codec.error_from_wire(abort.error)
         return Abort(_transfer_id(abort.transfer_id), error, abort.frames)
@@ -230,11 +197,7 @@ def message_from_wire(message: wire.PairMessage) -> SourceMessage | SinkMessage 
     if (refused := message.refused) is not None:
         return Refused(codec.key_of(refused), _reason(refused.error))
     if (credit := message.credit) is not None:
-        return Credit(
-            _transfer_id(credit.transfer_id),
-            credit.frames,
-            tuple(credit.slots),
-        )
+        return Credit(_transfer_id(credit.transfer_id), credit.frames, tuple(credit.slots))
     if (ack := message.ack) is not None:
         return Ack(_transfer_id(ack.transfer_id), ack.frames, bool(ack.done))
     if (stop := message.stop) is not None:

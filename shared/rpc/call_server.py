@@ -27,7 +27,7 @@ from shared.errors import ShuttingDown
 from shared.http2.complaints import Complaints
 from shared.http2.connection import ConnectionLimits, GuardedProtocol
 from shared.messages.descriptors import descriptors
-from shared.messages.message_codec import MessageCodec
+from shared.messages.message_codec import CODEC
 from shared.rpc.service import DEADLINE_KEY, refuse
 
 CLOSE_WITHIN_S = 5.0
@@ -96,7 +96,7 @@ class _CallHandler(GrpclibServerHandler):
     """The calls of one connection."""
 
     def __init__(self, server: CallServer) -> None:
-        super().__init__(server.mapping, MessageCodec(), None, _DispatchServerEvents())
+        super().__init__(server.mapping, CODEC, None, _DispatchServerEvents())
         self._server = server
 
     def accept(self, stream: Stream, headers: Headers, release_stream: Callable[[], Any]) -> None:

@@ -35,7 +35,7 @@ from shared.errors import (
     WorkerLost,
 )
 from shared.http2.round_trip import round_trip_s
-from shared.messages.message_codec import MessageCodec, framed, read_message, read_message_nowait
+from shared.messages.message_codec import CODEC, framed, read_message, read_message_nowait
 from shared.rpc.methods import Method
 from shared.rpc.status import ERROR_TRAILER, error_to_json, row_of, status_message
 
@@ -57,7 +57,6 @@ FIRST_MESSAGE_S = 30.0
 DEADLINE_KEY = "pdmesh-deadline-at"
 """Metadata key under which the server hands a call's deadline, in its own loop time, to it."""
 
-_CODEC = MessageCodec()
 _CALLER_GONE = (H2Error, StreamTerminatedError, OSError)
 
 
@@ -100,7 +99,7 @@ class ServerStream(Generic[Request, Reply]):
             return message
         try:
             async with asyncio.timeout(within_s):
-                return await read_message(self._raw._stream, _CODEC, self._method.request_type)
+                return await read_message(self._raw._stream, self._method.request_type)
         except TimeoutError:
             raise DeadlinePassed(
                 f"no message came within {within_s:g} s", code="body_timeout"
@@ -114,7 +113,7 @@ class ServerStream(Generic[Request, Reply]):
         Raises InvalidRequest, TooLarge: see ``receive``.
         """
         try:
-            return read_message_nowait(self._raw._stream, _CODEC, self._method.request_type)
+            return read_message_nowait(self._raw._stream, self._method.request_type)
         except RemoteProtocolError as error:
             raise InvalidRequest(error.message, code=error.code) from error
 
@@ -145,7 +144,7 @@ class ServerStream(Generic[Request, Reply]):
         """
         if not self._raw._send_initial_metadata_done:
             return False
-        data = framed(_CODEC.encode(message, self._method.reply_type))
+        data = framed(CODEC.encode(message, self._method.reply_type))
         try:
             return self._raw._stream.send_data_nowait(data)
         except _CALLER_GONE as error:

@@ -26,14 +26,13 @@ from h2.exceptions import H2Error
 
 from shared.errors import DeadlinePassed, MeshError, RemoteProtocolError, WorkerLost
 from shared.http2.round_trip import round_trip_s
-from shared.messages.message_codec import MessageCodec, framed, read_message, read_message_nowait
+from shared.messages.message_codec import CODEC, framed, read_message, read_message_nowait
 from shared.rpc.methods import Method
 from shared.rpc.status import ERROR_TRAILER, error_from_grpc
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
 
-_CODEC = MessageCodec()
 _SENDS_BEFORE_YIELD = 64
 CONNECT_WITHIN_S = 5.0
 
@@ -73,7 +72,7 @@ class ClientStream(Generic[Request, Reply]):
         """
         self._require_running()
         try:
-            data = framed(_CODEC.encode(message, self._method.request_type))
+            data = framed(CODEC.encode(message, self._method.request_type))
             return self._raw._stream.send_data_nowait(data)
         except Exception as error:
             self._fail(error)
@@ -89,7 +88,7 @@ class ClientStream(Generic[Request, Reply]):
         if self._headers is None:  # what kind of answer follows is not known yet
             return None
         try:
-            return read_message_nowait(self._raw._stream, _CODEC, self._method.reply_type)
+            return read_message_nowait(self._raw._stream, self._method.reply_type)
         except Exception as error:
             self._fail(error)
 
@@ -123,12 +122,12 @@ class ClientStream(Generic[Request, Reply]):
         if not stream.buffer._eof:
             try:
                 with interrupt:
-                    return await read_message(stream, _CODEC, self._method.reply_type)
+                    return await read_message(stream, self._method.reply_type)
             except StreamTerminatedError:
                 # A server that fails a call resets it once all is said: first read what was said.
                 if not stream.buffer._eof:
                     raise
-        return await read_message(stream, _CODEC, self._method.reply_type)  # never waits
+        return await read_message(stream, self._method.reply_type)  # never waits
 
     def _finish(self, trailers: dict[str, str]) -> None:
         """Take the end of the call in; raises what it says."""

@@ -14,7 +14,7 @@ from grpclib.protocol import H2Protocol
 
 from shared.http2.connection import ConnectionLimits, GuardedProtocol, client_protocol
 from shared.listening import listen_at
-from shared.messages.message_codec import MessageCodec
+from shared.messages.message_codec import CODEC
 from shared.rpc.call_server import CLOSE_WITHIN_S, CallServer, IsKnown
 from shared.rpc.network import Address
 from shared.rpc.tls import GRPC, HANDSHAKE_WITHIN_S, ServerTls
@@ -29,7 +29,7 @@ class GuardedChannel(Channel):
         self, address: Address, limits: ConnectionLimits, tls: ssl.SSLContext | None = None
     ) -> None:
         super().__init__(  # pyright: ignore[reportUnknownMemberType]
-            address.host, address.port, codec=MessageCodec(), ssl=tls
+            address.host, address.port, codec=CODEC, ssl=tls
         )
         self._limits = limits
         self._dialled: GuardedProtocol | None = None
