@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, Final
 
 from services.planner.core.kv_size import PUBLISHED, KvShape
-from shared.engine.models.config import ModelConfig
 from shared.engine.models.registry import read_model_config
 from shared.errors import InvalidRequest, ModelError
 from shared.model_folder import ModelFolder, resolve_model
@@ -34,14 +34,6 @@ def kv_shape(name: str) -> KvShape:
     return folder_shape(folder)
 
 
-def _of_family(folder: ModelFolder) -> ModelConfig | None:
-    """Return what our engine reads there, its family's defaults included, None = it runs it not."""
-    try:
-        return read_model_config(folder)
-    except ModelError:
-        return None
-
-
 def folder_shape(folder: ModelFolder) -> KvShape:
     """Return what config.json says. Raises ModelError: a number is missing or makes no sense."""
     config = folder.text_config
@@ -63,7 +55,9 @@ def folder_shape(folder: ModelFolder) -> KvShape:
     latent = 0
     if config.get("kv_lora_rank"):
         latent = whole("kv_lora_rank") + whole("qk_rope_head_dim")
-    family = _of_family(folder)
+    family = None
+    with suppress(ModelError):  # our engine does not run it
+        family = read_model_config(folder)  # with the family's defaults
     # transformers 4 calls it torch_dtype; beside a text_config it may stand outside of it.
     parts = (config, folder.config)
     dtype = next((found for it in parts if (found := it.get("dtype") or it.get("torch_dtype"))), "")

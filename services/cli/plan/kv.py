@@ -18,13 +18,6 @@ from shared.errors import InvalidRequest
 
 _MOST_TOKENS: Final = 100_000_000
 
-FLAGGED: Final = (
-    "The slides' MB a 1000 tokens are half of 2-byte KV (262 for 7B: it is 524).",
-    "'1.9 GB at 25 GB/s in 40 ms' is 76 ms; 40 ms needs 47.5 GB/s.",
-    "'Bandwidth = QPS x KV / TTFT' has the unit bytes/s^2; the two bounds are above.",
-)
-"""What the founding documents have wrong of sizes and times; `pdmesh plan paper founding`."""
-
 
 def kv(
     model: str,
@@ -102,9 +95,6 @@ def kv(
     console = plain_console()
     console.print(f"[bold]{shape.name}[/bold]")
     console.print(table)
-    console.print("\nflagged in the founding documents (pdmesh plan paper founding):", style="dim")
-    for line in FLAGGED:
-        console.print(f"  {line}", style="dim")
 
 
 def _facts(

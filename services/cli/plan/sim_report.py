@@ -144,8 +144,7 @@ def draw_lines(
     plot = figure.subplots()
     for name, points in lines.items():
         ordered = sorted(points)
-        style = "o-" if len({y for _, y, _ in ordered}) > 1 or len(ordered) > 1 else "o"
-        plot.plot([x for x, _, _ in ordered], [y for _, y, _ in ordered], style, label=name)
+        plot.plot([x for x, _, _ in ordered], [y for _, y, _ in ordered], "o-", label=name)
         for x, y, word in ordered:
             if word:
                 plot.annotate(word, (x, y), xytext=(4, 4), textcoords="offset points", fontsize=7)

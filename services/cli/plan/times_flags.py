@@ -18,9 +18,8 @@ from services.planner.distserve_data import DistServeData
 from services.planner.mesh_run import UnitModel
 from services.planner.model_kv import kv_shape
 from services.planner.splitwise_data import machine_times, read_perf_model
-from services.sim.baselines.distserve_times import Degree
+from services.sim.baselines.distserve_times import Degree, DistServeTimes
 from services.sim.baselines.splitwise_times import MachineTimes
-from services.sim.times import DistServeTimes
 from shared.engine.fake import DEFAULT_TIMING
 from shared.errors import InvalidRequest
 from shared.predict.times import OPT_13B_A100, AffineTimes, ScaledTimes, TimeModel

@@ -105,7 +105,9 @@ def cheapest(
     possible = [one for one in offers if one.bound >= rate]
     search.num_ruled_out = len(offers) - len(possible)
     missed: list[MeshShape] = []
-    for one in sorted(possible, key=_by_cost):
+    for one in sorted(
+        possible, key=lambda it: (it.cost, it.shape.num_workers, -it.bound, str(it.shape))
+    ):
         chosen = search.chosen
         if chosen is not None and one.cost > RUNNER_UP_COST * chosen.cost:
             break
@@ -161,10 +163,6 @@ def _has_room(shape: MeshShape, within: Collection[MeshShape]) -> bool:
         MeshShape.of(*shape.parts, MeshPart(1, part.kind, part.unit)) in within
         for part in shape.parts
     )
-
-
-def _by_cost(one: MeshOffer) -> tuple[float, int, float, str]:
-    return one.cost, one.shape.num_workers, -one.bound, str(one.shape)
 
 
 def neighbours(shape: MeshShape) -> list[MeshShape]:
