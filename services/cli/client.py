@@ -110,17 +110,24 @@ class RunningGateway:
         return self.url.rstrip("/").removesuffix("/v1") + path
 
     async def get(
-        self, session: aiohttp.ClientSession, path: str, *, limit_s: float = ANSWERS_WITHIN_S
+        self,
+        session: aiohttp.ClientSession,
+        path: str,
+        *,
+        limit_s: float = ANSWERS_WITHIN_S,
+        sent: Any = None,
     ) -> Any:
-        """Return what it answers to a GET.
+        """Return what it answers to a GET, or to a POST of what is ``sent``.
 
         Raises CannotRun: nothing listens there, or it is no gateway. GatewayRefused: its own words.
         """
         import aiohttp
 
-        timeout = aiohttp.ClientTimeout(total=limit_s)
+        method, timeout = "GET" if sent is None else "POST", aiohttp.ClientTimeout(total=limit_s)
         try:
-            async with session.get(self.address(path), timeout=timeout) as response:
+            async with session.request(
+                method, self.address(path), json=sent, timeout=timeout
+            ) as response:
                 body = await response.read()
                 if response.status != 200:
                     raise refusal(self.url, response.status, body)

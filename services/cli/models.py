@@ -6,11 +6,10 @@ import asyncio
 from typing import Final
 
 from rich.console import Console
-from rich.table import Table
 
 from services.cli.client import LOCAL_GATEWAY, RunningGateway
 from services.cli.sources import JsonFlag
-from services.cli.words import print_json
+from services.cli.words import plain_table, print_json
 
 NONE_YET: Final = "no model yet: the first worker to join brings it"
 
@@ -28,9 +27,7 @@ def models(
     if not answer["data"]:
         print(NONE_YET)
         return
-    table = Table(box=None, padding=(0, 3, 0, 0))
-    table.add_column("model")
-    table.add_column("longest context", justify="right")
+    table = plain_table("model", "longest context", left="model")
     for model in answer["data"]:
         length = model.get("max_model_len")  # other servers may leave it out
         table.add_row(str(model.get("id")), f"{length:,} tokens" if length else "not said")

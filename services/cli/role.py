@@ -6,16 +6,7 @@ import asyncio
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
-import orjson
-
-from services.cli.client import (
-    ANSWERS_WITHIN_S,
-    LOCAL_GATEWAY,
-    RunningGateway,
-    refusal,
-    told_otherwise,
-    unreachable,
-)
+from services.cli.client import LOCAL_GATEWAY, RunningGateway
 from services.cli.sources import PLAIN
 from shared.errors import InvalidRequest, NotFound
 
@@ -45,25 +36,11 @@ def role(
 
 
 async def _move(worker: str, home: str, gateway: RunningGateway) -> dict[str, Any]:
-    import aiohttp
-
     async with gateway.access.session() as session:
         view = await gateway.get(session, "/cluster")
         incarnation = _named(worker, view["workers"])
         path = f"/cluster/workers/{quote(incarnation, safe='')}/role"
-        try:
-            async with (
-                asyncio.timeout(ANSWERS_WITHIN_S),
-                session.post(gateway.address(path), json={"role": home}) as response,
-            ):
-                body = await response.read()
-                if response.status != 200:
-                    raise refusal(gateway.url, response.status, body)
-                return orjson.loads(body)
-        except (aiohttp.ClientError, TimeoutError) as error:  # some are a ValueError as well
-            raise unreachable(gateway.url, error) from None
-        except ValueError:
-            raise told_otherwise(gateway.url, view) from None
+        return await gateway.get(session, path, sent={"role": home})
 
 
 def _named(worker: str, workers: list[dict[str, Any]]) -> str:

@@ -19,7 +19,9 @@ BLOCKED_S = 1.0
 
 
 async def watch_loop_lag(
-    observe: Callable[[float], None], stopwatch: Callable[[], float] = time.perf_counter
+    observe: Callable[[float], None],
+    stopwatch: Callable[[], float] = time.perf_counter,
+    interval_s: float = INTERVAL_S,
 ) -> NoReturn:
     """Report, every 0.1 s, by how many seconds a timer came late; runs until cancelled.
 
@@ -27,6 +29,6 @@ async def watch_loop_lag(
     stands still while callbacks run.
     """
     while True:
-        due_at = stopwatch() + INTERVAL_S
-        await asyncio.sleep(INTERVAL_S)
+        due_at = stopwatch() + interval_s
+        await asyncio.sleep(interval_s)
         observe(max(0.0, stopwatch() - due_at))

@@ -12,17 +12,17 @@ import contextlib
 import importlib.util
 import time
 from collections.abc import AsyncGenerator, Sequence
-from typing import NoReturn
 
 from services.cli.bench.endpoints import ServerEndpoint
 from services.cli.bench.prompts import DEFAULT_VOCAB, Prompts
 from services.cli.bench.records import Ending, Record, Run
 from services.cli.bench.workload import Workload
 from shared.runtime.service import allow_many_connections
+from shared.telemetry.loop_lag import watch_loop_lag
 
 ANSWER_WITHIN_S = 600.0
 LOOK_EVERY_S = 0.01
-"""At the client's own event loop."""
+"""At the client's own event loop: ten times as often as a service does, for runs are short."""
 
 COARSE_S = 0.001
 """Timers of event loops are late by up to about a millisecond; the rest is waited for awake."""
@@ -104,7 +104,8 @@ async def _prepare(
 async def _measured(run: Run) -> AsyncGenerator[None]:
     """Take the client's own time and lag for the length of the block."""
     async with asyncio.TaskGroup() as tasks:
-        watch = tasks.create_task(_watch_loop(run))
+        lags = watch_loop_lag(run.loop_lags.append, interval_s=LOOK_EVERY_S)
+        watch = tasks.create_task(lags)
         cpu_s = time.process_time()
         run.started_at = time.perf_counter()
         try:
@@ -116,15 +117,6 @@ async def _measured(run: Run) -> AsyncGenerator[None]:
             run.ended_at = time.perf_counter()
             run.cpu_s = time.process_time() - cpu_s
             watch.cancel()
-
-
-async def _watch_loop(run: Run) -> NoReturn:
-    """Note how late a timer comes, a hundred times a second: ten times as often as a service does
-    (``shared/telemetry/loop_lag.py``), for runs are short."""
-    while True:
-        due_at = time.perf_counter() + LOOK_EVERY_S
-        await asyncio.sleep(LOOK_EVERY_S)
-        run.loop_lags.append(max(0.0, time.perf_counter() - due_at))
 
 
 async def _until(at: float) -> None:

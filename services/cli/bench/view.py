@@ -15,11 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from services.cli.bench.records import MISSED, Run
+from services.cli.bench.summary import NAMES
 from shared.runtime.groups import TaskGroup, plain_errors
 
 INTERVAL_S: Final = 0.5
 METRICS: Final = {"ttft_s": "TTFT", "tpot_s": "TPOT", "itl_s": "ITL", "e2e_s": "E2E"}
-COLUMNS: Final = ("p50", "p90", "p95", "p99", "max")
 
 WHY_VOID: Final = (
     "a VOID run tells of this client, not of the server: it was kept from sending or reading in "
@@ -125,7 +125,7 @@ def _one_run(run: Mapping[str, Any]) -> Sequence[RenderableType]:
     late = _time(client, "dispatch_lag_s", "p99")
     rate = run["submitted_per_s"]
     how = f"{rate:.3g} requests/s for" if rate else "all sent at once, over"
-    rows = [[label, *(_time(run, key, q) for q in COLUMNS)] for key, label in METRICS.items()]
+    rows = [[label, *(_time(run, key, q) for q in NAMES)] for key, label in METRICS.items()]
     return [
         Text(f"{_ends(run)}, {how} {run['span_s']:.3g} s"),
         Text(
@@ -137,7 +137,7 @@ def _one_run(run: Mapping[str, Any]) -> Sequence[RenderableType]:
             f"{run['attained_per_s']:.3g}/s"
         ),
         Text(""),
-        _table(("", *COLUMNS), rows),
+        _table(("", *NAMES), rows),
         Text(
             f"client: requests left late p99 {late}, event loop late "
             f"{client['late_share']:.2%} of the time, CPU {client['cpu_share']:.0%} of a core",
