@@ -143,9 +143,9 @@ def checked_role(role: str, *, param: str, roles: Sequence[str] = ROLES) -> str:
     return "system" if role == "developer" else role
 
 
-def checked_salt(text: str | None, *, param: str = "cache_salt") -> bytes:
+def checked_salt(text: str | None) -> bytes:
     """Return a client's own cache salt as bytes; same alphabet as a label."""
-    return checked_label(text or "", param=param).encode("ascii")
+    return checked_label(text or "", param="cache_salt").encode("ascii")
 
 
 def checked_count(

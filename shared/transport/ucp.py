@@ -169,29 +169,23 @@ class TagApi:
         tells."""
         self._lib.ucp_request_cancel(self._worker, request)
 
-    def swallow_unexpected(self) -> int:
-        """Drop messages that came for no receive; return their number. They are matched with no
-        room at all, so that a rendezvous ends without moving its data."""
-        num_dropped = 0
+    def swallow_unexpected(self) -> None:
+        """Drop messages that came for no receive. They are matched with no room at all, so that a
+        rendezvous ends without moving its data."""
         param = _Param(op_attr_mask=_FIELD_DATATYPE, datatype=_CONTIG_BYTES)
         info = _TagInfo()
         while message := self._lib.ucp_tag_probe_nb(self._worker, 0, 0, 1, byref(info)):
             result = self._lib.ucp_tag_msg_recv_nbx(self._worker, None, 0, message, byref(param))
             if status_of(result) == IN_PROGRESS:
                 self._lib.ucp_request_free(result)  # marks it to be freed when complete
-            num_dropped += 1
-        return num_dropped
 
-    def force_close(self, endpoint_handle: int) -> int:
-        """Close an endpoint that failed; return its status. UCXX never closes such an endpoint
-        itself: its close returns early once the error callback ran, so UCX would keep it until the
-        worker ends."""
+    def force_close(self, endpoint_handle: int) -> None:
+        """Close an endpoint that failed. UCXX never closes such an endpoint itself: its close
+        returns early once the error callback ran, so UCX would keep it until the worker ends."""
         param = _Param(op_attr_mask=_FIELD_FLAGS, flags=_CLOSE_FORCE)
         result = self._lib.ucp_ep_close_nbx(endpoint_handle, byref(param))
-        status = status_of(result)
-        if status == IN_PROGRESS:
+        if status_of(result) == IN_PROGRESS:
             self._lib.ucp_request_free(result)
-        return status
 
     def lanes(self, endpoint_handle: int) -> list[tuple[str, str]]:
         """(transport, device) of each lane, in UCX's order; empty if UCX cannot tell yet."""

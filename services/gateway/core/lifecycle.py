@@ -124,7 +124,6 @@ class Lifecycle:
     ) -> None:
         self.state = State.WAITING
         self.finish_reason = FinishReason.NONE
-        self.num_dropped = 0
         self.num_attempts = 0
         """Dispatches so far."""
         self._prompt = prompt
@@ -187,7 +186,6 @@ class Lifecycle:
         """
         current = self._attempt
         if current is None or current.number != attempt or leg not in current.open_legs:
-            self.num_dropped += 1
             return []
         index, output = token.index, self._output
         if leg is _PREFILL:
@@ -197,7 +195,6 @@ class Lifecycle:
         else:
             current.is_granted = True
         if index < len(output) or index in self._early:
-            self.num_dropped += 1
             return []
         is_alone = index == len(output) and not self._early and not token.finish_reason
         if is_alone and current.is_granted:

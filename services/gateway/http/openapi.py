@@ -144,7 +144,6 @@ _IN_PATH: dict[str, Schema] = {
         "description": "The id of an answer, or what its header x-request-id said.",
     },
     "name": {"type": "string", "minLength": 1},
-    "response_id": {"type": "string", "minLength": 1},
     "worker": {
         "type": "string",
         "minLength": 1,
