@@ -266,7 +266,6 @@ class GatewayConfig(ServiceConfig):
         return frozenset(name.strip() for name in self.cors_origins.split(",") if name.strip())
 
     def check(self) -> None:
-        """See ServiceConfig."""
         super(GatewayConfig, self).check()  # slots=True makes the class anew, unknown to super()
         for name in ("grpc_port", "mesh_port", "process_port"):
             last = getattr(self, name) + self.gateway_processes - 1
@@ -470,7 +469,6 @@ class WorkerConfig(ServiceConfig):
         return f"the gateway {away[0]} is another machine" if away else ""
 
     def check(self) -> None:
-        """See ServiceConfig."""
         super(WorkerConfig, self).check()
         for name in ("dram_cache", "ssd_cache"):
             has_cache = self.cache_prefixes or not getattr(self, name)

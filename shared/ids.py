@@ -47,17 +47,14 @@ RandomBytes = Callable[[int], bytes]
 
 
 def new_request_id(random_bytes: RandomBytes) -> RequestId:
-    """Return a fresh request id."""
     return RequestId(random_bytes(ID_BYTES))
 
 
 def new_transfer_id(random_bytes: RandomBytes) -> TransferId:
-    """Return a fresh transfer id."""
     return TransferId(random_bytes(ID_BYTES))
 
 
 def new_lease_token(random_bytes: RandomBytes) -> LeaseToken:
-    """Return a fresh lease token."""
     return LeaseToken(random_bytes(ID_BYTES))
 
 

@@ -85,16 +85,13 @@ class UnblockedText(io.TextIOBase):
         """Nothing: ``write`` has done what can be done."""
 
     def isatty(self) -> bool:
-        """Whether a person may read it."""
         return self._out.isatty()
 
     def fileno(self) -> int:
-        """See ``out``."""
         return self._out.fileno()
 
     @property
     def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Of ``out``."""
         return self._out.encoding or "utf-8"
 
     def _keep(self, text: str) -> None:

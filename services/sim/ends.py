@@ -153,7 +153,6 @@ class KvEnds:
             self.do(self.senders.span_computed(key, self._clock.now))
 
     def commit(self, key: TransferKey, first_token: int) -> None:
-        """Token 1 is sampled."""
         self.do(self.senders.commit(key, first_token, self._clock.now))
 
     # --- transfers --------------------------------------------------------------------------------
@@ -248,7 +247,6 @@ class KvEnds:
         self.do(self.receivers.receive_settled(order.key, order.frame.idx, error, now))
 
     def _sent(self, key: TransferKey, error: MeshError | None) -> None:
-        """A transfer from here is over."""
         table = self._pulled.pop(key, None)
         if table is None:
             job = self._worker.jobs[key, Task.PROMPT]

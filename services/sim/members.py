@@ -206,7 +206,6 @@ class Members(ABC):
         return self.members[core.incarnation].worker
 
     def pool(self, core: CoreWorker) -> Pool:
-        """The pool that it is in."""
         return pool_of(self.worker(core))
 
     def move(self, core: CoreWorker, home: str) -> Home:

@@ -84,7 +84,6 @@ class RunVerdict:
             self._count(kept=False)
 
     def ended(self, answer: CoreAnswer) -> None:
-        """It is over."""
         if id(answer) in self._missed:
             self._missed.remove(id(answer))  # another answer may get its number
             return

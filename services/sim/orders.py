@@ -68,7 +68,6 @@ class SimJob:
 
     @property
     def its_lease(self) -> Lease:
-        """The lease of one that has one."""
         assert self.lease is not None
         return self.lease
 

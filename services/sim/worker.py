@@ -128,7 +128,6 @@ class CoreWorker:
     # --- orders -----------------------------------------------------------------------------------
 
     def take(self, task: Task, order: Order) -> None:
-        """Begin an order."""
         self.catch_up()
         now, key = self.clock.now, order.key
         life = Life(task, has_push=task is Task.PROMPT and order.peer is not None)
@@ -165,7 +164,6 @@ class CoreWorker:
         self.num_answers += times * (task in (Task.ANSWER, Task.WHOLE))
 
     def job_of(self, sequence: Sequence) -> SimJob:
-        """Return whose sequence it is."""
         return self._jobs_of[sequence]
 
     def find_taker(self, key: TransferKey) -> SimJob | None:
@@ -177,7 +175,6 @@ class CoreWorker:
         return self.jobs[key, Task.ANSWER]
 
     def prompt_blocks(self, key: TransferKey) -> array[int]:
-        """Return the blocks of a prompt that is computed here."""
         sequence = self.jobs[key, Task.PROMPT].sequence
         assert sequence is not None
         return sequence.block_table

@@ -27,7 +27,6 @@ class PreparedOnDevice(PreparedStep):
         self._launch = launch
 
     def launch(self) -> QueuedStep:
-        """See PreparedStep."""
         return self._launch()
 
 
@@ -39,17 +38,14 @@ class QueuedOnDevice(QueuedStep):
         self._ending, self._read = ending, read
 
     def is_ending(self) -> bool:
-        """See QueuedStep."""
         with DeviceFailures("a step"):
             return self._ending.query()
 
     def wait_until_ending(self) -> None:
-        """See QueuedStep."""
         with DeviceFailures("a step"):
             self._ending.synchronize()
 
     def results(self) -> list[RowResult]:
-        """See QueuedStep."""
         with DeviceFailures("a step"):
             return self._read()
 
@@ -77,21 +73,17 @@ class DeviceEngine(Engine):
         self._guides = guides
 
     def expect(self, grammar: str) -> Future[Any]:
-        """See Engine."""
         if self._guides is None:
             return super().expect(grammar)
         return self._guides.expect(grammar)
 
     def layer_times(self) -> Sequence[float]:
-        """See Engine."""
         return self._streams.layer_times()
 
     def enter_thread(self) -> None:
-        """See Engine."""
         enter_thread(self._device)
 
     def new_buffer(self, num_bytes: int) -> Buffer:
-        """See Engine."""
         with DeviceFailures("allocating a staging buffer"):
             return new_staging(num_bytes, self._device)
 

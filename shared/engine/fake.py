@@ -302,11 +302,9 @@ class FakeEngine(Engine):
 
     @property
     def machine(self) -> Mapping[str, str]:
-        """See Engine."""
         return {}
 
     def expect(self, grammar: str) -> Future[Any]:
-        """See Engine."""
         if self._guides is None:
             return super().expect(grammar)
         return self._guides.expect(grammar)
@@ -329,7 +327,6 @@ class FakeEngine(Engine):
         return seconds
 
     def new_buffer(self, num_bytes: int) -> Buffer:
-        """See ``Engine.new_buffer``."""
         return np.zeros(num_bytes, np.uint8)
 
     def gather(

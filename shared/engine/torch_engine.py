@@ -297,7 +297,6 @@ class TorchEngine(DeviceEngine):
 
     @property
     def machine(self) -> Mapping[str, str]:
-        """See Engine."""
         return {
             "device": name_of(self._device),
             "kernels": self._kernels,
@@ -306,7 +305,6 @@ class TorchEngine(DeviceEngine):
         }
 
     def pool_arrays(self) -> list[np.ndarray]:
-        """See Engine."""
         return self._kv.arrays()
 
     def _copy_out(

@@ -119,12 +119,10 @@ def own_hello(role: wire.Role, incarnation: Incarnation) -> wire.Hello:
 
 
 def role_to_wire(role: Role) -> wire.Role:
-    """Return the wire form of a worker's role."""
     return wire.Role[role.name]
 
 
 def fields_of(record: object, names: Sequence[str]) -> dict[str, Any]:
-    """Return these fields of a record, by name."""
     return {name: getattr(record, name) for name in names}
 
 
@@ -149,12 +147,10 @@ def error_from_wire(error: wire.Error | None) -> MeshError:
 
 
 def layout_to_wire(layout: KvLayout) -> wire.KvLayout:
-    """Return the wire form of a KV layout."""
     return wire.KvLayout(**asdict(layout))
 
 
 def layout_from_wire(layout: wire.KvLayout | None) -> KvLayout:
-    """Check and return a KV layout."""
     if layout is None:
         raise RemoteProtocolError("layout must be given", param="layout")
     _require(layout.dtype in DTYPE_BYTES, f"must be one of {', '.join(DTYPE_BYTES)}", "dtype")
@@ -213,7 +209,6 @@ _SAMPLING_RANGES = {
 
 
 def sampling_to_wire(params: SamplingParams) -> wire.SamplingParams:
-    """Return the wire form of sampling parameters."""
     return wire.SamplingParams(
         **fields_of(params, _SAME_SAMPLING),
         logit_bias_ids=pack_u32([token_id for token_id, _ in params.logit_bias]),
@@ -283,12 +278,10 @@ def _trace_context(value: str) -> str:
 
 
 def start_prefill_from_wire(command: wire.StartPrefill) -> Order:
-    """Check and return an order to prefill."""
     return _order(command, Incarnation(command.decode_incarnation) or None)
 
 
 def reserve_from_wire(command: wire.Reserve) -> Order:
-    """Check and return an order to reserve."""
     wait_s = _seconds(command.wait_s, "wait_s")
     return _order(command, Incarnation(command.prefill_incarnation))._replace(wait_s=wait_s)
 

@@ -190,7 +190,6 @@ class DecodeMetrics(WorkerMetrics):
         )
 
     def preempted(self, number: int) -> None:
-        """See ``WorkerMetrics``."""
         self.preemptions.inc(number)
 
 

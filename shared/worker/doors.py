@@ -57,11 +57,9 @@ class Door(GatewaySessions):
         """Check the message of an order. Raises RemoteProtocolError."""
 
     def session_opened(self, session: GatewaySession) -> None:
-        """See ``GatewaySessions``."""
         self._opened[session] = SessionRequests(session, self.event)
 
     def session_order(self, session: GatewaySession, order: Any) -> None:
-        """See ``GatewaySessions``."""
         asked, stream_id = self._opened[session], StreamId(order.stream_id)
         if stream_id in asked.requests:
             # Ends the session: under this id a failure would be the other request's.
@@ -80,13 +78,11 @@ class Door(GatewaySessions):
             asked.requests[stream_id] = request
 
     def session_cancel(self, session: GatewaySession, stream_id: StreamId) -> None:
-        """See ``GatewaySessions``."""
         request = self._opened[session].requests.get(stream_id)
         if request is not None:
             self.requests.cancel(request)
 
     def session_closed(self, session: GatewaySession, *, is_silent: bool) -> None:
-        """See ``GatewaySessions``."""
         # To the worker at the other end of a push this is an error: its own session may live on.
         error = WorkerLost("the gateway's session with the other worker ended")
         for request in list(self._opened.pop(session).requests.values()):
@@ -105,7 +101,6 @@ class PromptDoor(Door):
     orders = "start"
 
     def read(self, order: wire.StartPrefill) -> tuple[Task, Order]:
-        """See ``Door``."""
         return Task.PROMPT, codec.start_prefill_from_wire(order)
 
 
@@ -118,7 +113,6 @@ class AnswerDoor(Door):
     orders = "reserve"
 
     def read(self, order: wire.Reserve) -> tuple[Task, Order]:
-        """See ``Door``."""
         read = codec.reserve_from_wire(order)
         return Task.WHOLE if read.peer == self.incarnation else Task.ANSWER, read
 

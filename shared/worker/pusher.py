@@ -350,7 +350,6 @@ class Pusher:
     # --- events of the links (LinkUser) ---
 
     def link_up(self, link: PairLink) -> None:
-        """A pair is ready."""
         self._links[link.id] = link
         self.core.link_up(link.id, link.rule)
 
@@ -370,7 +369,6 @@ class Pusher:
         return self.core.num_on(link.id)
 
     def link_lost(self, link: PairLink, error: MeshError) -> None:
-        """A pair is gone."""
         del self._links[link.id]
         self.perform(self.core.link_lost(link.id, error, loop_time()))
 

@@ -217,7 +217,6 @@ class KvReceiver:
         return self._slots.offers, self._slots.memory
 
     def link_up(self, link: PairLink) -> None:
-        """A pair is ready."""
         self._links[link.id] = link
         link.offer([offer for offer in self._slots.offers if offer not in link.offered])
         self.core.link_up(link.id, link.peer, link.rule)

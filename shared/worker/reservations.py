@@ -147,7 +147,6 @@ class Reservations:
         self._perform_leases(self._leases.grant_waiting(now=loop_time()))
 
     def steps(self) -> None:
-        """A step runs."""
         self._leases.steps()
 
     def rests(self) -> None:

@@ -71,8 +71,6 @@ _read: Final = msgspec.json.Decoder(_Event).decode
 
 
 class AnswerReader:
-    """Of one stream."""
-
     __slots__ = ("_is_done", "_record", "_total")
 
     def __init__(self, record: Record) -> None:

@@ -242,5 +242,4 @@ class BenchFlags:
 
     @property
     def slo(self) -> Slo:
-        """The limits."""
         return Slo(self.slo_ttft, self.slo_tpot)

@@ -28,17 +28,14 @@ class Finding:
 
 
 def right(name: str, text: str) -> Finding:
-    """All is well."""
     return Finding(name, "right", text)
 
 
 def wrong(name: str, text: str, remedy: str) -> Finding:
-    """Something is to be done."""
     return Finding(name, "wrong", text, remedy)
 
 
 def absent(name: str, text: str) -> Finding:
-    """Not here, and it does not matter."""
     return Finding(name, "absent", text)
 
 

@@ -177,7 +177,6 @@ def check_rdma(devices: Sequence[str], ucx: Facts) -> Finding:
 
 
 def rdma_devices(root: Path = Path("/sys/class/infiniband")) -> list[str]:
-    """Return the RDMA devices of this machine."""
     return sorted(path.name for path in root.iterdir()) if root.is_dir() else []
 
 

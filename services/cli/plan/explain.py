@@ -140,7 +140,6 @@ def goodput(
 
 
 def lines(found: Explained, flags: SimFlags) -> list[str]:
-    """Return it in sentences."""
     said: list[str] = []
     if found.limit is not None:
         said.append(f"binds: {found.limit.why}")

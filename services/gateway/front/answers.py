@@ -167,7 +167,6 @@ class Answers:
 
     @property
     def usage(self) -> TokenCounts:
-        """Counts so far."""
         prompts: dict[int, Choice] = {}
         for choice in self.choices:
             prompts.setdefault(choice.prompt_idx, choice)

@@ -127,7 +127,6 @@ class Teller:
 
     @property
     def num_calls(self) -> int:
-        """Calls so far."""
         return self._parser.num_calls
 
     @property

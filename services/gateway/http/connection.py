@@ -147,7 +147,6 @@ class _Listener:
     has_ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def forget(self, connection: Connection) -> None:
-        """A connection is closed."""
         self.connections.discard(connection)
         self.idle.pop(connection, None)
         if self.is_closing and not self.connections:

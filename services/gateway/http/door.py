@@ -106,8 +106,6 @@ def serve_metrics(front: FrontDoor, address: Address) -> AbstractAsyncContextMan
 
 
 class HttpDoor:
-    """The handlers."""
-
     def __init__(self, front: FrontDoor) -> None:
         self._front = front
         self._document: tuple[ServedModel | None, bytes] | None = None

@@ -217,7 +217,6 @@ class ResponsesFormat(ItemFormat):
         return f"{_KINDS[item.kind][0]}_{answer}{item.index:02x}"
 
     def _shown(self, item: Item, status: Status, text: str) -> Event:
-        """An item of the output."""
         shown: Event = {"id": self._id(item), "type": _KINDS[item.kind][1], "status": status}
         match item.kind:
             case "text":

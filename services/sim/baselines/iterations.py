@@ -33,7 +33,6 @@ class Stream:
 
     @property
     def is_finished(self) -> bool:
-        """Whether it has all its tokens."""
         return len(self.token_times) >= self.output_len
 
     @property

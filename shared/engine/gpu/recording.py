@@ -39,7 +39,6 @@ class CudaRecorder(Recorder):
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, work: Work) -> Work:
-        """See Recorder."""
         # Once before: kernels are compiled, and libraries take memory of their own at first use,
         # which must not be the graph's.
         work()

@@ -36,7 +36,6 @@ class TritonOps(LayerOps):
     """
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See LayerOps."""
         width = x.shape[-1]
         # [num_tokens, heads, width]: a norm of heads gets them as a part of each token's row.
         heads = x.shape[1] if x.dim() == 3 else 1
@@ -53,7 +52,6 @@ class TritonOps(LayerOps):
     def add_norm(
         self, x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See LayerOps."""
         num_tokens, width = x.shape
         out, total = torch.empty((2, num_tokens, width), dtype=x.dtype, device=x.device)
         kernel: Any = _rms_norm
@@ -66,7 +64,6 @@ class TritonOps(LayerOps):
         return total, out
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """See LayerOps."""
         num_tokens, heads, head_dim = x.shape
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         half = head_dim // 2
@@ -79,7 +76,6 @@ class TritonOps(LayerOps):
         return out
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """See LayerOps."""
         num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty((num_tokens, width), dtype=gate_up.dtype, device=gate_up.device)
         kernel: Any = _gate
@@ -96,7 +92,6 @@ class ExactTritonOps(TritonOps):
     def linear(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """See LayerOps."""
         x = x.contiguous()
         num_tokens, width = x.shape
         num_out = weight.shape[0]

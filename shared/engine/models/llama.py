@@ -6,7 +6,6 @@ from shared.engine.models.config import ConfigReader, ModelConfig, read_common
 
 
 def read_config(reader: ConfigReader) -> ModelConfig:
-    """Read a LlamaForCausalLM config."""
     attention_bias = reader.flag("attention_bias", False)
     return read_common(
         reader,

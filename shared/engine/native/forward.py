@@ -181,7 +181,6 @@ class NativeForward(Forward):
         )
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See Forward."""
         hidden = hidden.contiguous()
         head = self._head(hidden.shape[0])
         self._library.logits(self._model, hidden.data_ptr(), head)

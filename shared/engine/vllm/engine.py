@@ -68,11 +68,9 @@ class VllmEngine(DeviceEngine):
 
     @property
     def machine(self) -> Mapping[str, str]:
-        """See Engine."""
         return {"device": name_of(self._device), **self._facts}
 
     def pool_arrays(self) -> list[np.ndarray]:
-        """See Engine."""
         return self._pools.arrays()
 
     def step(self, rows: Sequence[StepRow], on_layer: OnLayer | None = None) -> list[RowResult]:

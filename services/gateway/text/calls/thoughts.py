@@ -45,7 +45,6 @@ class ThoughtParser:
 
     @property
     def num_calls(self) -> int:
-        """Calls so far."""
         return self._after.num_calls if self._after is not None else 0
 
     @property
