@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from services.planner.rows import DataError, first_of, read_text
+from services.planner.rows import DataError, first_of, read_lines
 from services.sim.baselines.mooncake import PrefixRequest
 
 
@@ -21,15 +21,8 @@ def read_mooncake(path: Path) -> list[PrefixRequest]:
 
     Raises DataError: a damaged line, one without ids, or one before its predecessor.
     """
-    decoder = msgspec.json.Decoder(PrefixRequest)
     lines: list[PrefixRequest] = []
-    for number, text in enumerate(read_text(path).splitlines(), 1):
-        if not text.strip():
-            continue
-        try:
-            line = decoder.decode(text)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
-            raise DataError(f"{path}:{number}: {error}") from None
+    for number, line in read_lines(path, msgspec.json.Decoder(PrefixRequest)):
         if not line.blocks:
             raise DataError(f"{path}:{number}: no hash_ids: a cache cannot be replayed without")
         if lines and line.at_ms < lines[-1].at_ms:

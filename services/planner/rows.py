@@ -6,11 +6,14 @@ import csv
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
+import msgspec
 import orjson
 
 from shared.errors import InvalidRequest
+
+Row = TypeVar("Row")
 
 
 class DataError(InvalidRequest):
@@ -27,10 +30,27 @@ def read_text(path: Path) -> str:
         raise DataError(f"{path} is not text") from None
 
 
-def read_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:
-    """Yield line number and fields of every row of a CSV file that has at least these columns.
+def read_lines(path: Path, decoder: msgspec.json.Decoder[Row]) -> Iterator[tuple[int, Row]]:
+    """Yield line number and content of every line of a file that is JSON line by line.
 
     Raises DataError.
+    """
+    for line, text in enumerate(read_text(path).splitlines(), 1):
+        if not text.strip():
+            continue
+        try:
+            row = decoder.decode(text)
+        except msgspec.DecodeError as error:  # a ValidationError is one
+            raise DataError(f"{path}:{line}: {error}") from None
+        yield line, row
+
+
+def read_rows(
+    path: Path, columns: Sequence[str], otherwise: str = ""
+) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yield line number and fields of every row of a CSV file that has at least these columns.
+
+    otherwise: what is said of a file without them, too. Raises DataError.
     """
     lines = _fields(path)
     _, first = next(lines, (1, cast("list[str]", [])))
@@ -38,7 +58,7 @@ def read_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[st
     missing = [name for name in columns if name not in head]
     if missing:
         raise DataError(
-            f"{path}:1: no column {', '.join(missing)}; needed are {', '.join(columns)}"
+            f"{path}:1: {otherwise}no column {', '.join(missing)}; needed are {', '.join(columns)}"
         )
     if twice := [name for name in columns if head.count(name) > 1]:
         raise DataError(f"{path}:1: more than one column {', '.join(twice)}")

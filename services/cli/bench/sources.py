@@ -13,11 +13,10 @@ conversation (Apache-2.0). Trace formats, as published:
 
 from __future__ import annotations
 
-import csv
 import datetime
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Final
@@ -25,7 +24,7 @@ from typing import Annotated, Final
 import msgspec
 
 from services.cli.bench.workload import BLOCK_TOKENS, Ask
-from services.planner.rows import DataError, read_text
+from services.planner.rows import DataError, read_lines, read_rows, read_text
 
 AZURE_COLUMNS: Final = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 MOST_TOKENS: Final = 10_000_000
@@ -163,22 +162,15 @@ def read_trace(path: Path, *, must_be_ordered: bool = False) -> Trace:
 
     Raises DataError.
     """
-    lines = read_text(path).splitlines()
-    is_mooncake = "".join(lines[:1]).lstrip().startswith("{")
-    try:
-        head = [] if is_mooncake else [name.strip() for name in next(csv.reader(lines), ())]
-    except csv.Error as error:
-        raise DataError(f"{path}:1: {error}") from None
-    if not (is_mooncake or set(AZURE_COLUMNS) <= set(head)):
-        columns = ",".join(AZURE_COLUMNS)
-        raise DataError(f"{path}:1: neither Mooncake's JSONL nor Azure's columns {columns}")
+    is_mooncake = read_text(path)[:64].lstrip().startswith("{")
+    azure = "neither Mooncake's JSONL nor Azure's CSV: "
+    lines = read_lines(path, _MOONCAKE) if is_mooncake else read_rows(path, AZURE_COLUMNS, azure)
     rows: list[Ask] = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip() or (head and number == 1):
-            continue
+    for number, line in lines:
         try:
-            rows.append(_azure_row(head, line) if head else _read_mooncake(line).ask())
-        except (ValueError, csv.Error) as error:  # msgspec's is one, too
+            row = msgspec.convert(line, _AzureRow, strict=False) if isinstance(line, dict) else line
+            rows.append(row.ask())
+        except ValueError as error:  # msgspec's is one, too
             raise DataError(f"{path}:{number}: {error}") from None
         if must_be_ordered and len(rows) > 1 and rows[-1].due_s < rows[-2].due_s:
             raise DataError(
@@ -192,12 +184,4 @@ def read_trace(path: Path, *, must_be_ordered: bool = False) -> Trace:
     return Trace(path.name, tuple(replace(ask, due_s=ask.due_s - first) for ask in rows))
 
 
-_read_mooncake: Final = msgspec.json.Decoder(_MooncakeRow).decode
-
-
-def _azure_row(head: Sequence[str], line: str) -> Ask:
-    (fields,) = csv.reader([line])
-    if len(fields) != len(head):
-        raise ValueError(f"{len(fields)} columns, not {len(head)}")
-    row = dict(zip(head, fields, strict=True))
-    return msgspec.convert(row, _AzureRow, strict=False).ask()
+_MOONCAKE: Final = msgspec.json.Decoder(_MooncakeRow)
