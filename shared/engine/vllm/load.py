@@ -21,6 +21,7 @@ from shared.engine.base import DEFAULT_CPU_KV_BYTES
 from shared.engine.device import require_shareable_memory, resolve_device
 from shared.engine.failures import DeviceFailures, words_of
 from shared.engine.gpu.streams import CudaStreams, Streams
+from shared.engine.memory.paged_kv import TORCH_DTYPES
 from shared.engine.models.registry import read_model_config
 from shared.engine.models.weights import Checkpoint
 from shared.engine.sampling.guides import Guides
@@ -38,11 +39,7 @@ from shared.model_spec import ModelSpec
 
 _log = structlog.get_logger(__name__)
 
-_KV_DTYPES = {
-    torch.float32: "float32",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-}
+_KV_DTYPES = {kind: name for name, kind in TORCH_DTYPES.items()}
 _FP8 = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
 
 
@@ -344,15 +341,13 @@ def _layout(wanted: Any, group: Any) -> KvLayout:
             code="vllm_model",
         )
     num_layers = model.get_num_layers(wanted.parallel_config)
-    if model.use_mla:
-        return KvLayout(
-            dtype=dtype, num_layers=num_layers, num_kv_heads=1, head_dim=group.head_size, parts=1
-        )
+    parts, heads = (1, 1) if model.use_mla else (2, model.get_total_num_kv_heads())
     return KvLayout(
         dtype=dtype,
         num_layers=num_layers,
-        num_kv_heads=model.get_total_num_kv_heads(),
+        num_kv_heads=heads,
         head_dim=group.head_size,
+        parts=parts,
     )
 
 

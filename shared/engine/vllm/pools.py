@@ -110,22 +110,17 @@ class DevicePools:
         self, blocks: np.ndarray, offsets: np.ndarray, first_layer: int, last_layer: int, out: Any
     ) -> None:
         """See HostPools."""
-        frame = self._frame(first_layer, last_layer, len(blocks), out)
         at = self._places(blocks, offsets)
-        for layer in range(first_layer, last_layer):
-            for it in self._layers[layer]:
-                frame[layer - first_layer, it.part].copy_(it.pool[at[0], :, at[1]])
+        for wire, it in self._each(first_layer, last_layer, len(blocks), out):
+            wire.copy_(it.pool[at[0], :, at[1]])
 
     def scatter(
         self, blocks: np.ndarray, offsets: np.ndarray, first_layer: int, last_layer: int, data: Any
     ) -> None:
         """See HostPools."""
-        frame = self._frame(first_layer, last_layer, len(blocks), data)
         at = self._places(blocks, offsets)
-        for layer in range(first_layer, last_layer):
-            for it in self._layers[layer]:
-                wire = frame[layer - first_layer, it.part]
-                it.pool[at[0], :, at[1]] = wire.to(it.pool.device)  # one of a tier is the host's
+        for wire, it in self._each(first_layer, last_layer, len(blocks), data):
+            it.pool[at[0], :, at[1]] = wire.to(it.pool.device)  # one of a tier is the host's
 
     def arrays(self) -> list[np.ndarray]:
         """See HostPools."""
@@ -135,15 +130,18 @@ class DevicePools:
         device = self._layers[0][0].pool.device
         return [torch.from_numpy(numbers).to(device) for numbers in (blocks, offsets)]
 
-    def _frame(
+    def _each(
         self, first_layer: int, last_layer: int, num_tokens: int, buffer: Any
-    ) -> torch.Tensor:
+    ) -> Iterator[tuple[torch.Tensor, _Part]]:
         shape = _frame_shape(self._layout, last_layer - first_layer, num_tokens)
         octets = (
             buffer if is_on_device(buffer) else torch.from_numpy(np.frombuffer(buffer, np.uint8))
         )
         num_bytes = int(np.prod(shape)) * self._type.itemsize
-        return octets[:num_bytes].view(self._type).view(shape)
+        frame = octets[:num_bytes].view(self._type).view(shape)
+        for layer in range(first_layer, last_layer):
+            for it in self._layers[layer]:
+                yield frame[layer - first_layer, it.part], it
 
 
 Pools = HostPools | DevicePools
