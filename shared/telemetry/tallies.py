@@ -9,12 +9,23 @@ object per bucket and sum, 2.7 us an observation under a profile; one of these t
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+
+class Scraped(Collector):
+    """Metrics that ``read`` makes when somebody scrapes."""
+
+    def __init__(self, registry: CollectorRegistry, read: Callable[[], Iterable[Metric]]) -> None:
+        self._read = read
+        registry.register(self)
+
+    def collect(self) -> Iterable[Metric]:
+        return self._read()
 
 
 class Tally:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from shared.telemetry.loop_lag import BLOCKED_S
+from shared.telemetry.tallies import Scraped
 from shared.worker_status import WorkerStatus
 
 STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -100,8 +100,7 @@ class WorkerMetrics:
         self.holdings: Callable[[], WorkerHoldings] = WorkerHoldings
         if load is not None:
             # Asked for at each scrape: who puts the worker together sets it after this.
-            collector = _LoadCollector(self.prefix, load, lambda: self.holdings())
-            self.registry.register(collector)
+            Scraped(self.registry, lambda: _of_load(self.prefix, load(), self.holdings()))
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"{self.prefix}_{name}", text, labels, registry=self.registry)
@@ -154,7 +153,7 @@ class PrefillMetrics(WorkerMetrics):
             "lane",
         )
         self.pairs: Callable[[], Sequence[PairSpeed]] = tuple
-        self.registry.register(_PairCollector(self.prefix, lambda: self.pairs()))
+        Scraped(self.registry, lambda: _of_pairs(self.prefix, self.pairs()))
 
     def transferred(
         self, num_bytes: int, *, transfer_s: float, exposed_s: float, lane: str
@@ -193,68 +192,50 @@ class DecodeMetrics(WorkerMetrics):
         self.preemptions.inc(number)
 
 
-class _LoadCollector(Collector):
-    def __init__(
-        self,
-        prefix: str,
-        load: Callable[[], WorkerStatus],
-        holdings: Callable[[], WorkerHoldings],
-    ) -> None:
-        self._prefix = prefix
-        self._load = load
-        self._holdings = holdings
-
-    def collect(self) -> Iterator[Metric]:
-        load, holdings = self._load(), self._holdings()
-        blocks = {
-            "free": load.free_blocks,
-            "reserved": load.reserved_blocks,
-            "quarantined": load.quarantined_blocks,
-        }
-        num_blocks = sum(blocks.values())
-        usage = 1 - load.free_blocks / num_blocks if num_blocks else 0.0
-        for name, text, value in (
-            ("pending_tokens", "Prompt tokens queued or running", load.pending_tokens),
-            ("requests_waiting", "Sequences and reservations that wait", load.num_waiting),
-            ("requests_running", "Sequences that run", load.num_running),
-            ("kv_cache_usage_ratio", "Share of the KV blocks that is not free", usage),
-            ("draining", "1 while taking nothing new", int(load.is_draining)),
-            ("sessions", "Gateways that talk to this worker", holdings.sessions),
-            ("endpoints", "Transport endpoints, closing ones included", holdings.endpoints),
-            ("transfers_open", "KV transfers that are not settled", holdings.transfers),
-            ("staging_slots_free", "Staging slots free", holdings.free_slots),
-            ("asyncio_tasks", "Tasks of the event loop", holdings.tasks),
-        ):
-            yield GaugeMetricFamily(f"{self._prefix}_{name}", text, value=value)
-        states = GaugeMetricFamily(
-            f"{self._prefix}_kv_blocks",
-            "KV blocks: free (or only cached), reserved (by leases and sequences), quarantined (a "
-            "transfer may still touch them)",
-            labels=["state"],
-        )
-        for state, number in blocks.items():
-            states.add_metric([state], number)
-        yield states
+def _of_load(prefix: str, load: WorkerStatus, holdings: WorkerHoldings) -> Iterator[Metric]:
+    blocks = {
+        "free": load.free_blocks,
+        "reserved": load.reserved_blocks,
+        "quarantined": load.quarantined_blocks,
+    }
+    num_blocks = sum(blocks.values())
+    usage = 1 - load.free_blocks / num_blocks if num_blocks else 0.0
+    for name, text, value in (
+        ("pending_tokens", "Prompt tokens queued or running", load.pending_tokens),
+        ("requests_waiting", "Sequences and reservations that wait", load.num_waiting),
+        ("requests_running", "Sequences that run", load.num_running),
+        ("kv_cache_usage_ratio", "Share of the KV blocks that is not free", usage),
+        ("draining", "1 while taking nothing new", int(load.is_draining)),
+        ("sessions", "Gateways that talk to this worker", holdings.sessions),
+        ("endpoints", "Transport endpoints, closing ones included", holdings.endpoints),
+        ("transfers_open", "KV transfers that are not settled", holdings.transfers),
+        ("staging_slots_free", "Staging slots free", holdings.free_slots),
+        ("asyncio_tasks", "Tasks of the event loop", holdings.tasks),
+    ):
+        yield GaugeMetricFamily(f"{prefix}_{name}", text, value=value)
+    states = GaugeMetricFamily(
+        f"{prefix}_kv_blocks",
+        "KV blocks: free (or only cached), reserved (by leases and sequences), quarantined (a "
+        "transfer may still touch them)",
+        labels=["state"],
+    )
+    for state, number in blocks.items():
+        states.add_metric([state], number)
+    yield states
 
 
-class _PairCollector(Collector):
-    def __init__(self, prefix: str, pairs: Callable[[], Sequence[PairSpeed]]) -> None:
-        self._prefix = prefix
-        self._pairs = pairs
-
-    def collect(self) -> Iterator[Metric]:
-        pairs = self._pairs()
-        yield GaugeMetricFamily(
-            f"{self._prefix}_pairs", "Decode workers whose canary crossed", value=len(pairs)
-        )
-        speeds = GaugeMetricFamily(
-            f"{self._prefix}_pair_bytes_per_second",
-            "Speed of each pair: of its canary, then a moving mean over large frames",
-            labels=["decode", "lane"],
-        )
-        for pair in pairs:
-            speeds.add_metric([pair.decode, pair.lane], pair.bytes_per_s)
-        yield speeds
+def _of_pairs(prefix: str, pairs: Sequence[PairSpeed]) -> Iterator[Metric]:
+    yield GaugeMetricFamily(
+        f"{prefix}_pairs", "Decode workers whose canary crossed", value=len(pairs)
+    )
+    speeds = GaugeMetricFamily(
+        f"{prefix}_pair_bytes_per_second",
+        "Speed of each pair: of its canary, then a moving mean over large frames",
+        labels=["decode", "lane"],
+    )
+    for pair in pairs:
+        speeds.add_metric([pair.decode, pair.lane], pair.bytes_per_s)
+    yield speeds
 
 
 class MovingMean:
