@@ -29,7 +29,10 @@ class TimedCore(Protocol[Ordered]):
 
 
 class EffectLoop(Generic[Effect]):
-    """One core's effects. ``perform`` after every event; ``keep_time`` for as long as it lives."""
+    """One core's effects. ``perform`` after every event; ``run`` for as long as it lives.
+
+    tasks: for work that an effect begins; None = nothing may begin, as ``run`` does not run.
+    """
 
     def __init__(self, core: TimedCore[Effect], do: Callable[[Effect], None]) -> None:
         """do: performs one effect; returns at once, may cause events."""
@@ -39,6 +42,7 @@ class EffectLoop(Generic[Effect]):
         self._is_performing = False
         self._clock_moved = asyncio.Event()
         self._tick_at: float | None = None
+        self.tasks: asyncio.TaskGroup | None = None
 
     def perform(self, effects: Sequence[Effect]) -> None:
         """Do all effects. One may cause an event at once: that event's effects wait for their
@@ -56,8 +60,16 @@ class EffectLoop(Generic[Effect]):
         if due_at is not None and (self._tick_at is None or due_at < self._tick_at):
             self._clock_moved.set()
 
-    async def keep_time(self) -> NoReturn:
-        """Tick the core at each of its deadlines, until cancelled."""
+    async def run(self) -> None:
+        """Tick the core at each of its deadlines, until cancelled; then ``tasks`` are, too."""
+        async with asyncio.TaskGroup() as tasks:
+            self.tasks = tasks
+            try:
+                await self._keep_time()
+            finally:
+                self.tasks = None
+
+    async def _keep_time(self) -> NoReturn:
         loop = asyncio.get_running_loop()
         while True:
             # Read and cleared without a wait in between: a deadline that moves from now on sets it

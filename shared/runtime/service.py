@@ -21,7 +21,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, Final, NoReturn, TypeVar
 
 import structlog
@@ -87,7 +87,7 @@ class Process:
 
 
 Config = TypeVar("Config", bound=ServiceConfig)
-Main = Callable[[Process], Awaitable[bool]]
+Main = Callable[[Process], Coroutine[Any, Any, bool]]
 """Returns False if the drain limit came before everything was done."""
 
 
@@ -211,16 +211,13 @@ async def _supervise(name: str, main: Main, parent: Parent, drain_s: float) -> i
         sys.stderr.flush()
         os._exit(EXIT_DRAIN_LIMIT)
 
-    async def run() -> bool:
-        return await main(process)
-
     signals = ending_signals()
     for number in signals:
         loop.add_signal_handler(number, on_signal, number)
     parent.watch(stop)
     try:
         async with asyncio.TaskGroup() as tasks:
-            service = tasks.create_task(run(), name=name)
+            service = tasks.create_task(main(process), name=name)
             guard = tasks.create_task(limit(service), name=f"{name} drain limit")
             # Waited for, not awaited: a service that was cancelled at its limit would look like our
             # own cancellation.

@@ -105,19 +105,13 @@ class PairTable:
         self._endpoints: set[Endpoint] = set()
         self._refusal = ""
         self._next_link = 0
-        self._tasks: asyncio.TaskGroup | None = None
         self.servicer = Servicer(bind(TRANSFER_PAIR, self._answer))
 
     async def run(self) -> None:
         """Dial, answer and keep pairs until cancelled; then all are lost, and their endpoints
         closed."""
         try:
-            async with asyncio.TaskGroup() as tasks:
-                self._tasks = tasks
-                try:
-                    await self._effects.keep_time()
-                finally:
-                    self._tasks = None
+            await self._effects.run()
         finally:
             for link in list(self._links.values()):
                 self._lose(link, ShuttingDown("this worker is shutting down"))
@@ -166,10 +160,10 @@ class PairTable:
     def _do(self, effect: Effect) -> None:
         match effect:
             case Dial(peer):
-                if self._tasks is None:
+                if (tasks := self._effects.tasks) is None:
                     self._ended(peer.incarnation, ShuttingDown("this worker is not running"))
                 else:
-                    self._calls[peer.incarnation] = self._tasks.create_task(self._call(peer))
+                    self._calls[peer.incarnation] = tasks.create_task(self._call(peer))
             case StopDial(peer):
                 self._calls.pop(peer).cancel()
             case LetGo(peer):
@@ -323,7 +317,7 @@ class PairTable:
             self._on_change()
 
     def _require_running(self) -> None:
-        if self._tasks is None:
+        if self._effects.tasks is None:
             raise ShuttingDown("this worker is not running")
 
     def _users(self, link: PairLink) -> list[LinkSource | LinkSink]:

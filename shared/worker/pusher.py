@@ -276,17 +276,11 @@ class Pusher:
         self._handles: dict[TransferKey, PushHandle] = {}
         self._effects: EffectLoop[SenderEffect] = EffectLoop(self.core, self._do)
         self.perform = self._effects.perform
-        self._tasks: asyncio.TaskGroup | None = None
 
     async def run(self) -> None:
         """Work until cancelled; then every transfer ends with ShuttingDown."""
         try:
-            async with asyncio.TaskGroup() as tasks:
-                self._tasks = tasks
-                try:
-                    await self._effects.keep_time()
-                finally:
-                    self._tasks = None
+            await self._effects.run()
         finally:
             for handle in list(self._handles.values()):
                 handle.end(ShuttingDown("this worker is shutting down"), was_needed=True)
@@ -380,8 +374,8 @@ class Pusher:
                 if (link := self._links.get(link_id)) is not None:
                     link.send(message)
             case GatherAndSend():
-                if self._tasks is not None:
-                    self._tasks.create_task(self._send(effect, self._handles[effect.key]))
+                if (tasks := self._effects.tasks) is not None:
+                    tasks.create_task(self._send(effect, self._handles[effect.key]))
             case EndTransfer(key=key, error=error, was_needed=was_needed):
                 self._handles.pop(key).end(error, was_needed=was_needed)
             case CloseLink(link=link_id, reason=reason):

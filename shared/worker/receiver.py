@@ -7,7 +7,6 @@ gateway and no scheduler.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -160,7 +159,6 @@ class KvReceiver:
         self._receives: dict[tuple[TransferKey, int], Operation] = {}
         self._withdrawn: set[Operation] = set()  # the source will never send these frames
         self._effects: EffectLoop[ReceiverEffect] = EffectLoop(self.core, self._do)
-        self._tasks: asyncio.TaskGroup | None = None
 
     async def open(self) -> None:
         """Make the staging slots. Before ``run``, and before anybody hears of this worker: a pair
@@ -172,13 +170,8 @@ class KvReceiver:
         self._slots.close()
 
     async def run(self) -> None:
-        """Work until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            self._tasks = tasks
-            try:
-                await self._effects.keep_time()
-            finally:
-                self._tasks = None  # nothing new starts; the pairs close what there is
+        """Work until cancelled. Then nothing new starts; the pairs close what there is."""
+        await self._effects.run()
 
     def lease_changed(self, key: TransferKey) -> None:
         """The lease side has made or granted this reservation: if an open waits, ``attach``
@@ -357,7 +350,7 @@ class KvReceiver:
         self._effects.perform(self.core.frame_placed(order.key, frame.idx, error, loop_time()))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        if self._tasks is None:
+        if (tasks := self._effects.tasks) is None:
             work.close()  # shutting down: the endpoints are closed next, nobody waits for slots
         else:
-            self._tasks.create_task(work)
+            tasks.create_task(work)

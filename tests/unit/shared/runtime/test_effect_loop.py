@@ -71,7 +71,7 @@ async def test_the_core_is_ticked_at_its_deadlines_also_at_one_that_came_nearer(
         core, lambda effect: heard.append((effect[:3], loop.time() - began_at))
     )
     async with asyncio.TaskGroup() as tasks:
-        clock = tasks.create_task(effects.keep_time())
+        clock = tasks.create_task(effects.run())
         await asyncio.sleep(1.0)
         core.deadlines.insert(0, began_at + 2.0)
         effects.perform([])
