@@ -265,6 +265,26 @@ def test_weights_are_those_of_the_fingerprint_and_all_of_them(
             pass
 
 
+@pytest.mark.parametrize(
+    ("lost", "named"), [("norm", "norm"), ("layers.1.self_attn.k_proj", "layers.1.*qkv_proj")]
+)
+def test_of_a_quantised_model_nothing_may_lack(
+    lost: str, named: str, folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A norm is missed, which was served as ones; and codes whose scales are there, which were
+    served as the highest."""
+    folder = tmp_path / "w8a8"
+    shutil.copytree(folder_of("w8a8"), folder)
+    rest = load_file(folder / "model.safetensors")
+    del rest[f"model.{lost}.weight"]
+    save_file(rest, folder / "model.safetensors")
+    config = PrefillConfig(
+        engine="vllm", device="cpu", model=str(folder), vllm_args=EAGER, num_blocks=96, threads=1
+    )
+    with pytest.raises(ModelError, match=f"has not all of model.{named}"), remote_engine(config):
+        pass
+
+
 def _load_amid_exchange(folder: Path, told: Connection) -> None:
     def begins(part: str) -> None:
         if "loading weights" in part:
