@@ -32,7 +32,7 @@ from services.gateway.core.scaling.scaling import (
     WorkerSeen,
     text_of,
 )
-from services.gateway.core.scaling.traffic import TrafficMeter
+from services.gateway.core.scaling.traffic import SECONDS, TrafficMeter
 from services.gateway.http.cluster_bodies import RecentRequest, RecentRequests
 from services.planner.core.outlook import Numbers, Outlook, outlook
 from shared.errors import MeshError
@@ -44,6 +44,9 @@ from shared.telemetry.tracing import CANCELLED
 LOOK_S: Final = 5.0
 """Between two looks at most, as of the gateway's own planner: of what came and was forgotten
 between them only the workers' orders tell, and a gateway that began anew must look younger."""
+
+ALWAYS_KEPT: Final = 32
+"""Requests that every gateway remembers."""
 
 _LOOKS: Final = Parameter(group=Group("Output", sort_key=1), show_env_var=False)
 
@@ -88,12 +91,14 @@ class WatchFlags:
 
 
 class Look(NamedTuple):
-    """One look: what was decided, and what the mesh could take."""
+    """One look: what was decided, and what the mesh could take. cut: why the rate is a guess, '' =
+    it is none."""
 
     at_s: float
     decision: Decision
     attained: float | None
     outlook: Outlook | None
+    cut: str = ""
 
 
 def watch(
@@ -171,7 +176,9 @@ class Watcher:
         """Take in what is new, and decide. A gateway that began anew is another one."""
         if told.now_s < self._now_s:
             self._begin()
-        now = self._now_s = told.now_s
+        now, is_first = told.now_s, not self._now_s
+        self._now_s = now
+        cut = self._guess_forgotten(told) if is_first else ""
         self._count(told)
         workers = tuple(
             WorkerSeen(
@@ -193,7 +200,25 @@ class Watcher:
         seen = MeshSeen(workers, self._meter.traffic(now), attainment, acts=told.decides)
         decision = decide(seen, self._memory, self._rules, now)
         self._memory = decision.memory
-        return Look(now, decision, attainment.share, outlook(seen, self._rules.limits))
+        return Look(now, decision, attainment.share, outlook(seen, self._rules.limits), cut)
+
+    def _guess_forgotten(self, told: RecentRequests) -> str:
+        """Count what came before the oldest that the gateway keeps, at the rate of those."""
+        num = len(told.requests)
+        num_sent = sum(it.receipt["attempts"] for it in told.requests)
+        oldest_s = min((it.arrived_s for it in told.requests), default=0.0)
+        since_s = max(0.0, told.now_s - SECONDS)
+        num_taken = sum(it.taken for it in told.workers)
+        if num < ALWAYS_KEPT or oldest_s <= since_s or num_taken <= num_sent:
+            return ""
+        step_s = (told.now_s - oldest_s) / num
+        for back in range(int((oldest_s - since_s) / step_s), 0, -1):
+            self._meter.asked(oldest_s - back * step_s)
+            self._meter.sent(oldest_s - back * step_s)
+        return (
+            f"rate: a guess, for all that the gateway tells are its last {num} requests, of "
+            f"{told.now_s - oldest_s:.0f} s"
+        )
 
     def _count(self, told: RecentRequests) -> None:
         """Feed the meter in the order of time."""
@@ -237,6 +262,7 @@ def facts_of(look: Look) -> dict[str, Any]:
     decision, found = look.decision, look.outlook
     return {
         "at_s": look.at_s,
+        "cut": look.cut,
         "orders": [f"{text_of(order)}: {order.reason}" for order in decision.orders],
         "wanted": {kind.value: num for kind, num in decision.wanted.items()},
         "present": {kind.value: num for kind, num in decision.memory.present.items()},
@@ -279,6 +305,8 @@ def lines_of(look: Look, said: Collection[str] = ()) -> list[str]:
 def words_of(look: Look) -> Iterator[str]:
     """Yield what is said once, until it changes."""
     decision, found = look.decision, look.outlook
+    if look.cut:
+        yield look.cut
     for order in decision.orders:
         yield f"would {text_of(order)}: {order.reason}"
     if decision.hold:

@@ -62,6 +62,26 @@ def test_what_was_counted_is_not_counted_again() -> None:
     assert "too little has been asked" in watcher.look(anew).decision.hold
 
 
+def test_requests_that_a_gateway_has_forgotten_count_as_those_that_it_tells() -> None:
+    """Of 20 a second it keeps the last: those of before came, by what workers took, and the rate is
+    told as the guess that it is. The next look counts."""
+    body = told(num=300, rate=20.0)
+    whole = Watcher(WatchFlags().rules()).look(body)
+    assert whole.outlook is not None
+    assert (whole.outlook.rate, whole.cut) == (pytest.approx(300 / 30.0), "")
+    body.now_s += 20.0
+    for it in body.requests:
+        it.arrived_s += 20.0
+    body.workers[0].taken = 10_000
+    watcher = Watcher(WatchFlags().rules())
+    look = watcher.look(body)
+    assert look.outlook is not None
+    assert look.outlook.rate == pytest.approx(20.0, rel=0.05)
+    assert "last 300 requests, of 15 s" in next(words_of(look))
+    body.now_s += 5.0
+    assert watcher.look(body).cut == ""
+
+
 def test_a_worker_without_a_report_holds_the_planner() -> None:
     """As it would the gateway's."""
     body = told()
