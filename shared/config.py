@@ -228,7 +228,8 @@ class GatewayConfig(ServiceConfig):
     separated by commas, or * for any; empty: only the gateway's own page."""
 
     trust_templates: bool = False
-    """Let requests bring their own chat template: a sandboxed program that may take any time."""
+    """Let requests bring their own chat template: a sandboxed program that may take any time and
+    memory, so from clients you trust alone."""
 
     chat_template: Path | None = None
     """Jinja file with the model's chat template, in place of the one in its folder."""
