@@ -242,8 +242,9 @@ def _configured(
     sampler = "SlotSampler" if made.use_v2_model_runner else "RowSampler"
     made.model_config.logits_processors = [f"shared.engine.vllm.plugins:{sampler}"]
     log = made.logging_config
-    if meeting is not None and not (log.configure_logging and log.pylogging_config_file):
-        file = write_logging(meeting, log.log_level if log.configure_logging else "ERROR")
+    if meeting is not None:
+        level = log.log_level if log.configure_logging else "ERROR"
+        file = write_logging(meeting, level, log.pylogging_config_file)
         made.logging_config = LoggingConfig(configure_logging=True, pylogging_config_file=file)
     return made
 

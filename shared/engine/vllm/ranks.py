@@ -26,7 +26,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 
@@ -139,19 +139,25 @@ class RankErrors(logging.StreamHandler[TextIO]):
             super().emit(record)
 
 
-def write_logging(folder: Path, level: str = "ERROR") -> str:
-    """Write down how ranks log, for ``logging.config.dictConfig``, and return the file."""
-    handlers: dict[str, dict[str, str]] = {
-        "errors": {"()": f"{__name__}.RankErrors", "folder": str(folder), "level": "ERROR"}
-    }
+def write_logging(folder: Path, level: str = "ERROR", own_file: str | None = None) -> str:
+    """Write down how ranks log, for ``logging.config.dictConfig``, and return the file. own_file:
+    as this one says, and ours beside it."""
+    errors = {"()": f"{__name__}.RankErrors", "folder": str(folder), "level": "ERROR"}
     if logging.getLogger().isEnabledFor(logging.DEBUG):
         level = "DEBUG"
-    if level != "ERROR":
-        handlers["all"] = {"class": "logging.StreamHandler"}
-    logger = {"level": level, "handlers": [*handlers], "propagate": False}
-    known = {"version": 1, "disable_existing_loggers": False}
+    config: dict[str, Any] = {"version": 1, "disable_existing_loggers": False}
+    logger: dict[str, Any] = {"level": level, "propagate": False}
+    if own_file:
+        config = json.loads(Path(own_file).read_text())
+        logger = config.get("loggers", {}).get("vllm", {})
+    elif level != "ERROR":
+        config["handlers"] = {"all": {"class": "logging.StreamHandler"}}
+        logger["handlers"] = ["all"]
+    logger["handlers"] = ["errors", *logger.get("handlers", ())]
+    config.setdefault("handlers", {})["errors"] = errors
+    config.setdefault("loggers", {})["vllm"] = logger
     file = folder / "logging.json"
-    file.write_text(json.dumps({**known, "handlers": handlers, "loggers": {"vllm": logger}}))
+    file.write_text(json.dumps(config))
     return str(file)
 
 

@@ -59,8 +59,8 @@ def prepare_environment(num_threads: int, num_ranks: int, *, is_eager: bool) -> 
         # We load folders, and tell nobody how they are used.
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        # Its records reach our log, which has a level and a form of its own.
-        "VLLM_CONFIGURE_LOGGING": "0",
+        # Its records reach our log, which has a level and a form of its own: but for a file.
+        "VLLM_CONFIGURE_LOGGING": "1" if os.environ.get("VLLM_LOGGING_CONFIG_PATH") else "0",
         # One rank computes on our compute thread; more are processes.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if num_ranks == 1 else "1",
         # Workers of a machine share its cores by number of threads, not by name.

@@ -33,14 +33,16 @@ def a_rank(config: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", ["ERROR", "INFO"])
+@pytest.mark.parametrize("level", ["ERROR", "INFO", "of a file"])
 def test_a_rank_does_not_outlive_a_worker_that_ends_amid_its_start(
     level: str, tmp_path: Path
 ) -> None:
     """It is gone before it has KV to share, however it logs; and one that begins later loads
     nothing."""
     events = LayerEvents(tmp_path, 1)
-    config = write_logging(tmp_path, level)
+    own = tmp_path / "own.json"
+    own.write_text('{"version": 1, "root": {"level": "INFO"}}')
+    config = write_logging(tmp_path, level, str(own) if level == "of a file" else None)
     with a_rank(config) as rank:
         assert rank.stdout is not None
         assert rank.stdout.readline() == "loads\n"

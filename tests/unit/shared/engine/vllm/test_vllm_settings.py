@@ -384,6 +384,9 @@ def test_variables_that_somebody_set_stay(monkeypatch: pytest.MonkeyPatch) -> No
     assert os.environ["VLLM_NO_USAGE_STATS"] == "0"
     assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     assert "TORCH_COMPILE_DISABLE" not in os.environ
+    monkeypatch.setattr(os, "environ", {"VLLM_LOGGING_CONFIG_PATH": "log.json"})
+    releases.prepare_environment(1, 1, is_eager=True)
+    assert os.environ["VLLM_CONFIGURE_LOGGING"] == "1"  # else vLLM takes no file
     monkeypatch.setattr(os, "environ", {})
     releases.prepare_environment(1, 2, is_eager=True)
     assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
