@@ -94,6 +94,8 @@ async def ask(folder: Path, policy: str, load: Load, seed: int) -> tuple[Run, Wo
 
 def row_of(run: Run, workload: Workload) -> dict[str, Any]:
     """What one run was."""
+    if not run.records:
+        sys.exit("no request fell into the run: give more --seconds or --rate")
     assert all(it.end is Ending.COMPLETE for it in run.records), "not every request was answered"
     ttfts = sorted(it.times[0] - it.due_at for it in run.records)
     prompt_tokens = sum(it.num_input for it in workload.asks)

@@ -24,14 +24,23 @@ TINY = {
     "num_attention_heads": 1,
     "num_key_value_heads": 1,
 }
-DEMO = f"import shutil; run.make_model = lambda to: shutil.copytree({str(DEMO_FOLDER)!r}, to)"
+COPY = f"shutil.copytree({str(DEMO_FOLDER)!r}, to, dirs_exist_ok=True)"
+DEMO = f"import shutil; run.make_model = lambda to: {COPY}"
+APART = f"""{DEMO}
+main, asked = run.main, run.parse()
+asked.rates, asked.seconds, asked.unloaded, asked.colocated = [2.0], 1.0, 1, asked.colocated[1:]
+run.main = lambda: run.run_client(main(asked))"""
+"""One run of two systems."""
 SMALLEST = {
     "autoscaler": ("--parts step", "run.HOUR_S = 300.0"),
     "conductor": ("--parts order --requests 20", ""),
+    "disaggregation": ("", f"{APART}\nasked.tolerance = 1.0"),
     "engine": ("--peers", f"run.model.SIZES |= {TINY}"),
     "faults": ("--kinds kill --roles decode --phases transfer --faults 1", ""),
+    "gateway": ("--peers", "run.LOADS = run.LOADS[4:5]"),
     "grammar": ("--rows 1 --steps 1", f"run.SIZES |= {TINY}"),
     "handover": ("--engines fake --seconds 0.2 --priorities ordinary", "run.WARM_UP_ANSWERS = 2"),
+    "limits": ("", APART),
     "loop_lag": (
         "--streams 1 --pauses 0 --seconds 0.5 --priorities ordinary",
         "run.WARM_UP_S = 0.1",
@@ -39,6 +48,10 @@ SMALLEST = {
     "memory": ("--requests 40", "run.SETTLES_WITHIN_S = 0.0"),
     "pools": ("--parts rates --rates 1", ""),
     "router": ("--sizes 1", "run.LONG_SIZES, run.NUM_IDLE, run.NUM_TELLING = (4,), 2, 2"),
+    "serve": (
+        "",
+        f"{DEMO}; run.INPUT, run.OUTPUT = 16, 4; import sys; sys.argv += ['--systems', run.OURS]",
+    ),
     "sessions": (
         "--policies least_loaded --seconds 4",
         f"{DEMO}; run.NUM_PREFILL = run.NUM_DECODE = 1",
@@ -53,7 +66,7 @@ SMALLEST = {
 }
 """A question's arguments beside --quick, and what else makes its run small. Of the others the
 smallest takes minutes or a quiet machine, or has a test of its own."""
-LONGEST = ("engine", "startup")
+LONGEST = ("disaggregation", "engine", "limits", "startup")
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
