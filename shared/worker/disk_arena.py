@@ -19,7 +19,6 @@ import errno
 import fcntl
 import os
 import struct
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -264,7 +263,7 @@ def _write_at(file: int, data: memoryview, offset: int) -> None:
 def _unusable(
     root: Path,
     why: str,
-    remedy: str = "give --ssd-cache a folder on a local disk to which this user may write",
+    remedy: str = "give --ssd-cache a folder that this user may write, on a local disk with room",
 ) -> InvalidRequest:
     return InvalidRequest(
         f"KV cannot be kept in {root} ({why}): {remedy}", code="ssd_cache", param="ssd_cache"
@@ -352,7 +351,7 @@ def _write_identity(path: Path, identity: Mapping[str, str]) -> None:
     directory = os.open(path, os.O_RDONLY)
     try:
         os.fsync(directory)
-        with tempfile.NamedTemporaryFile(dir=path, prefix=".identity-", delete=False) as scratch:
+        with (path / ".identity").open("wb") as scratch:  # one name: a full disk keeps one file
             scratch.write(orjson.dumps(identity, option=orjson.OPT_INDENT_2))
             scratch.flush()
             os.fsync(scratch.fileno())

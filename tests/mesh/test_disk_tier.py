@@ -9,6 +9,7 @@ import contextlib
 import errno
 import os
 import random
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -409,9 +410,12 @@ def test_a_file_system_that_promises_no_room_gets_nothing_written_at_start(
     run()
 
 
-@pytest.mark.parametrize("wrong", ["file", "too large", "too small", "read-only"])
-def test_a_folder_that_cannot_be_used_is_refused(wrong: str, tmp_path: Path) -> None:
-    """A clear error at start, which names the remedy."""
+@pytest.mark.parametrize("wrong", ["file", "too large", "too small", "read-only", "full"])
+def test_a_folder_that_cannot_be_used_is_refused(
+    wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clear error at start, which names the remedy. What a full disk leaves of it has one name,
+    however often a worker starts there."""
     settings: dict[str, Any] = {"ssd_cache": tmp_path / "kv"}
     if wrong == "file":
         settings["ssd_cache"].write_text("")
@@ -420,6 +424,14 @@ def test_a_folder_that_cannot_be_used_is_refused(wrong: str, tmp_path: Path) -> 
     settings |= {"too large": {"ssd_cache_size": 1 << 49}, "too small": {"ssd_cache_size": 1}}.get(
         wrong, {}
     )
+
+    if wrong == "full":
+
+        def refuse(file: int) -> None:
+            if not stat.S_ISDIR(os.fstat(file).st_mode):
+                raise OSError(errno.ENOSPC, "")
+
+        monkeypatch.setattr(os, "fsync", refuse)
 
     @virtual_time
     async def run() -> None:
@@ -434,6 +446,9 @@ def test_a_folder_that_cannot_be_used_is_refused(wrong: str, tmp_path: Path) -> 
     assert isinstance(error, InvalidRequest)
     remedy = "holds not one KV block" if wrong == "too small" else "--ssd-cache"
     assert remedy in error.message
+    if wrong == "full":
+        assert "no space left on device" in error.message
+        assert sorted(os.listdir(tmp_path / "kv" / "0")) == [".identity", "lock"]
 
 
 @pytest.mark.parametrize("state", ["storing", "reading", "scattering"])
