@@ -373,11 +373,10 @@ class TorchEngine(DeviceEngine):
 
 
 def _choose_len(asked: int | None, default: int, longest: int) -> int:
-    if asked is None:
-        return default
-    if not 1 <= asked <= longest:
-        raise ModelError(f"max_model_len {asked} is not within this model's 1 to {longest}")
-    return asked
+    length = default if asked is None else asked
+    if not 2 <= length <= longest:  # a prompt and an answer of one token
+        raise ModelError(f"max_model_len {length} is not within this model's 2 to {longest}")
+    return length
 
 
 def _require_memory(pool_bytes: int) -> None:

@@ -323,6 +323,7 @@ def test_links_out_of_the_folder(folder: Path, tmp_path: Path) -> None:
         ({"eos_token_id": ["a"]}, ("eos_token_id",)),
         ({"dtype": "int4"}, ("int4",)),
         ({"max_position_embeddings": 0}, ("max_position_embeddings",)),
+        ({"max_position_embeddings": 1}, ("max_model_len 1", "2 to 1")),
         ({"num_hidden_layers": 1 << 24}, ("num_hidden_layers", "up to 10000")),
         ({"head_dim": 10**400}, ("head_dim", "up to 2147483647")),
         ({"rope_theta": 10**400}, ("rope_theta", "up to 1e99")),
