@@ -70,6 +70,7 @@ async def test_a_mistake_in_the_file_keeps_every_service_from_starting(
         assert f"{file}: [decode] staging_mib must be 16..65536" in line
 
 
+@pytest.mark.usefixtures("starts_are_executed")  # the kernel shows the environment of a start
 async def test_up_reads_the_file_and_its_children_do_not(tmp_path: Path) -> None:
     """A child that crashes comes back as it was, whatever the file says by then."""
     file = tmp_path / "mesh.toml"

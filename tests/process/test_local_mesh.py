@@ -50,6 +50,7 @@ async def chat(url: str, **fields: Any) -> Any:
         return answer
 
 
+@pytest.mark.usefixtures("starts_are_executed")
 @pytest.mark.quick
 async def test_up_serves_a_request_and_ctrl_c_leaves_nothing() -> None:
     """Two workers of each role; 130 is Ctrl-C's exit code."""
@@ -63,6 +64,7 @@ async def test_up_serves_a_request_and_ctrl_c_leaves_nothing() -> None:
     assert "Traceback" not in up.err
 
 
+@pytest.mark.usefixtures("starts_are_executed")
 async def test_generate_streams_a_right_answer_and_its_receipt() -> None:
     """The bundled model finds the code in KV that was moved; SIGTERM ends a mesh with 0."""
     async with pdmesh("up", "--prefill", "1", *SMALL) as up:
@@ -105,6 +107,7 @@ async def test_nothing_outlives_a_killed_up() -> None:
         assert len(up.children) == 3
 
 
+@pytest.mark.usefixtures("starts_are_executed")
 async def test_nothing_outlives_an_up_killed_at_the_start() -> None:
     """The children are loading and do not look at the cord yet."""
     async with pdmesh("up", *FAKE) as up:

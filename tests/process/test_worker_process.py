@@ -133,7 +133,7 @@ def a_prompt(num_tokens: int, start: int = 5) -> list[int]:
 
 
 @pytest.mark.quick
-@pytest.mark.usefixtures("hears_hangup")
+@pytest.mark.usefixtures("hears_hangup", "starts_are_executed")
 async def test_answers_through_real_processes_are_exact_and_a_drain_ends_them() -> None:
     """TCP, UCX, threads and uvloop change no token; SIGTERM ends one with 0, and SIGHUP, which UCX
     takes for itself unless told otherwise, the other."""

@@ -1,0 +1,67 @@
+"""What tests fork is what would have been executed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from shared.runtime.service import EXIT_BAD_CONFIG
+from tests.support.fork_server import executed_starts
+from tests.support.house import ROOT
+from tests.support.process_mesh import process_mesh
+
+pytestmark = [pytest.mark.process, pytest.mark.ucx]
+
+
+def words_of(pid: int) -> str:
+    """The command line that the kernel shows of a process."""
+    return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+
+
+async def pdmesh(*arguments: str, cwd: Path) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command that asyncio starts."""
+    files = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE}
+    command = (sys.executable, "-m", "services.cli", *arguments)
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    process = await asyncio.create_subprocess_exec(*command, cwd=cwd, env=env, **files)
+    out, err = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, out.decode(), err.decode()
+
+
+async def test_a_command_says_and_returns_the_same_forked_or_executed(tmp_path: Path) -> None:
+    """Words, streams, exit codes, and files by names in its own folder."""
+    (tmp_path / "mesh.toml").write_text("[decode]\nstaging_mib = 1\n")
+    for arguments in (("version",), ("config", "--config", "mesh.toml"), ("nonsense",)):
+        forked = await pdmesh(*arguments, cwd=tmp_path)
+        with executed_starts():
+            assert await pdmesh(*arguments, cwd=tmp_path) == forked
+
+
+async def test_services_have_their_own_environment_signals_and_ends() -> None:
+    """A kill is told as a kill, a drain as 0, and a setting that is wrong as 2; failpoints act."""
+    async with process_mesh() as mesh:
+        gateway = await mesh.start_gateway()
+        assert "fork_server" in words_of(gateway.pid)
+        armed = await mesh.add("decode", failpoints="decode.mid_decode:2=kill")
+        await mesh.add("prefill")
+        await mesh.paired(gateway, 1)
+        await mesh.ask(gateway, [5, 6, 7])
+        assert await armed.ended() == -signal.SIGKILL
+        refused = await mesh.start("decode", staging_mib=0)
+        assert await refused.ended() == EXIT_BAD_CONFIG
+        await gateway.stop()
+
+
+async def test_what_libraries_read_when_they_are_loaded_is_executed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The server has loaded them already."""
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    async with process_mesh() as mesh:
+        assert "services.gateway" in words_of((await mesh.start("gateway")).pid)
