@@ -223,6 +223,7 @@ static void on_command(Conn *conn, const unsigned char *at, size_t size) {
     int field = next_field(&at, end, &value, &data);
     if (field == 3) (conn->is_decode ? join : prefill)(conn, read_order(data, data + value));
     if (field == 4 && conn->is_decode) cancel(conn, read_order(data, data + value).id);
+    if (field == 2 && value) put_event(conn, 2, NULL, 0); /* a heartbeat that asks */
 }
 
 static void on_frame(Conn *conn, int type, int flags, uint32_t stream, const unsigned char *data, size_t size) {
@@ -310,9 +311,9 @@ int main(int argc, char **argv) {
     read_words(argv[5]);
     hear_pace();
     epoll_fd = epoll_create1(0);
-    int steps = timer_every(atoi(argv[6]) / 1e3), beats = timer_every(0.5);
-    int *others[4] = {&listeners[0], &listeners[1], &steps, &beats};
-    for (int i = 0; i < 4; i++) watch(epoll_fd, *others[i], EPOLLIN, others[i]);
+    int steps = timer_every(atoi(argv[6]) / 1e3);
+    int *others[3] = {&listeners[0], &listeners[1], &steps};
+    for (int i = 0; i < 3; i++) watch(epoll_fd, *others[i], EPOLLIN, others[i]);
     struct epoll_event events[64];
     for (;;) {
         int count = epoll_wait(epoll_fd, events, 64, -1);
@@ -326,12 +327,11 @@ int main(int argc, char **argv) {
                 *conn = (Conn){.fd = fd, .is_decode = what == &listeners[1], .window = 65535, .call_window = 65535};
                 no_delay(fd);
                 watch(epoll_fd, fd, EPOLLIN, conn);
-            } else if (what == &steps || what == &beats) {
-                if (read(*(int *)what, &ticks, sizeof ticks) < 0) continue;
+            } else if (what == &steps) {
+                if (read(steps, &ticks, sizeof ticks) < 0) continue;
                 for (int c = 0; c < num_conns; c++) {
                     if (!conns[c]->call) continue;
-                    if (what == &beats) put_event(conns[c], 2, NULL, 0);
-                    else if (conns[c]->is_decode && is_paced) step(conns[c]);
+                    if (conns[c]->is_decode && is_paced) step(conns[c]);
                     if (!push(conns[c])) shutdown(conns[c]->fd, SHUT_RDWR); /* dropped by its own event */
                 }
             } else {

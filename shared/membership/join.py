@@ -31,6 +31,7 @@ from shared.home import Home, Role
 from shared.ids import Incarnation, MeshPeer, StreamId
 from shared.kv.journal import Journal
 from shared.kv.layout import KvLayout
+from shared.liveness import IDLE
 from shared.messages import codec
 from shared.messages.kv_codec import kv_to_wire
 from shared.messages.status_codec import status_to_wire
@@ -49,7 +50,8 @@ RETURNS_S = 0.5
 """The same while there is no gateway: the name of one that restarts may be gone for a moment."""
 
 REPORT_S = 0.5
-"""Between two statuses; a load that changed is told sooner."""
+"""Between two statuses; a load that changed is told sooner, and one that is as it was told only as
+often as a gateway must hear of its worker."""
 
 MAX_KV_INTERVAL_S = 10.0
 """Longest time that a gateway may ask a worker to keep changes of its prefixes back."""
@@ -307,6 +309,7 @@ class Registration:
         return check_hello(directive.hello, wire.Role.GATEWAY)
 
     async def _report(self, link: _Link, stream: ClientStream[Any, Any]) -> None:
+        told, told_at = None, 0.0
         while True:
             link.has_news.clear()
             is_last = self._is_leaving
@@ -316,7 +319,10 @@ class Registration:
             status = status_to_wire(self._load(), seen)
             status.first_gateway = min(self._joined, default=0)
             status.kv = self._kv_changes(link)
-            await stream.send(wire.WorkerReport(status=status), end=is_last)
+            now = asyncio.get_running_loop().time()
+            if is_last or status != told or now >= told_at + IDLE.interval_s:
+                await stream.send(wire.WorkerReport(status=status), end=is_last)
+                told, told_at = status, now
             if is_last:
                 return
             if status.kv is not None and not status.kv.is_whole:

@@ -40,7 +40,7 @@ from shared.version import VERSION
 
 Number = TypeVar("Number", int, float)
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 """Grows when a message changes its meaning; peers of different versions do not work together."""
 
 ROLES = {wire.Role.PREFILL: Role.PREFILL, wire.Role.DECODE: Role.DECODE}

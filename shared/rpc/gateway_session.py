@@ -40,7 +40,7 @@ EVENT_BYTES = 64
 
 HELLO_WITHIN_S = 3.0
 
-OF_A_GATEWAY = LivenessRule(dead_after_s=3.0)
+OF_A_GATEWAY = LivenessRule(interval_s=1.0, suspect_after_s=2.0, dead_after_s=3.0)
 """Nobody waits for a worker to give its gateway up: that only cancels what clients still read."""
 
 
@@ -52,7 +52,7 @@ class GatewaySession:
         gateway: Incarnation,
         stream: ServerStream[Any, Any],
         *,
-        heartbeat: Any,
+        heartbeat: Callable[[bool], Any],
         rule: LivenessRule,
     ) -> None:
         self.gateway = gateway
@@ -99,8 +99,6 @@ class GatewaySession:
         def on_message(command: Any) -> None:
             if command.hello is not None:
                 raise RemoteProtocolError("hello comes once, and first")
-            if command.heartbeat is not None:
-                return
             order = getattr(command, door.orders)
             if order is not None:
                 # A gateway adds to a report those of its own orders that it has not seen
@@ -188,7 +186,7 @@ class GatewaySessions(ABC):
         session = GatewaySession(
             gateway,
             stream,
-            heartbeat=self.event(heartbeat=wire.Heartbeat()),
+            heartbeat=lambda asks: self.event(heartbeat=wire.Heartbeat(asks=asks)),
             rule=self._rule,
         )
         hello = codec.own_hello(codec.role_to_wire(self.role), self.incarnation)

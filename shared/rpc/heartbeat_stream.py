@@ -2,7 +2,7 @@
 
 Both ends of a pair stream use it. A peer that is silent is suspect, then dead
 (``shared/liveness.py``); the outbox is bounded, and a peer that lets it fill up is as good as dead.
-It does not know what the messages mean.
+Of the messages it knows which are heartbeats.
 """
 
 from __future__ import annotations
@@ -12,19 +12,25 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
+from shared import wire
 from shared.errors import MeshError, WorkerLost
-from shared.liveness import Liveness, LivenessRule, PeerState
+from shared.liveness import IDLE, Liveness, LivenessRule, PeerState
 from shared.runtime.groups import TaskGroup, plain_errors
 
+
+class MeshMessage(Protocol):
+    """What comes in: a heartbeat, or something else."""
+
+    @property
+    def heartbeat(self) -> wire.Heartbeat | None: ...
+
+
 Out = TypeVar("Out")
-In = TypeVar("In")
+In = TypeVar("In", bound=MeshMessage)
 Sends = TypeVar("Sends", contravariant=True)
 Receives = TypeVar("Receives", covariant=True)
 
 MAX_OUTBOX = 10_000
-
-TIMER_S = 0.001
-"""By which a timer may come early."""
 
 
 class RawStream(Protocol[Sends, Receives]):
@@ -56,32 +62,35 @@ class RawStream(Protocol[Sends, Receives]):
 class HeartbeatStream(Generic[Out, In]):
     """A raw stream after its handshake.
 
-    peer: what to call it in errors, e.g. "decode worker". on_suspect: called with True when the
-    peer has been silent so long that nothing new should be given to it, and with False when it is
-    heard again. on_sent: called when a message was given to the connection; heartbeats are not
-    told.
+    heartbeat: makes one that asks, or answers. peer: what to call it in errors, e.g. "decode
+    worker". is_busy: whether anybody waits for the peer; while nobody does it is judged by
+    ``IDLE``. on_suspect: called with True when the peer has been silent so long that nothing new
+    should be given to it, and with False when it is heard again. on_sent: called when a message
+    was given to the connection; heartbeats are not told.
     """
 
     def __init__(
         self,
         stream: RawStream[Out, In],
         *,
-        heartbeat: Out,
+        heartbeat: Callable[[bool], Out],
         peer: str,
         rule: LivenessRule | None = None,
+        is_busy: Callable[[], bool] = lambda: True,
         on_suspect: Callable[[bool], None] | None = None,
         on_sent: Callable[[], None] = lambda: None,
     ) -> None:
         self._stream = stream
         self._on_sent = on_sent
         self._is_sending = False
-        self._heartbeat = heartbeat
+        self._answer, self._ask = heartbeat(False), heartbeat(True)
         self._peer = peer
         self._on_suspect = on_suspect
         self._is_suspect = False
         loop = self._loop = asyncio.get_running_loop()
-        self._liveness = Liveness(loop.time(), rule)
-        self._beat_at = 0.0
+        self._rule = rule or LivenessRule()
+        self._is_busy = is_busy
+        self._liveness = Liveness(loop.time(), self._rule)
         self._timer: asyncio.TimerHandle | None = None
         self._outbox: deque[Out] = deque()
         self._has_mail = asyncio.Event()
@@ -100,12 +109,12 @@ class HeartbeatStream(Generic[Out, In]):
         """
         if self._end.done():
             return
+        self._attend()
         try:
             # Nothing may overtake what waits, nor break into a send that waits for the peer's
             # window.
             may_pass = at_once and not self._outbox and not self._is_sending
             if may_pass and self._stream.send_nowait(message):
-                self._note_sent()
                 self._on_sent()
                 return
         except MeshError as error:
@@ -114,10 +123,6 @@ class HeartbeatStream(Generic[Out, In]):
         self._queue(message)
         if len(self._outbox) > MAX_OUTBOX:
             self.close(WorkerLost(f"the {self._peer} left {MAX_OUTBOX} messages unread"))
-
-    def _note_sent(self) -> None:
-        """Whatever left is heard as a heartbeat would be."""
-        self._beat_at = self._loop.time() + self._liveness.rule.interval_s
 
     def _queue(self, message: Out) -> None:
         self._outbox.append(message)
@@ -136,10 +141,9 @@ class HeartbeatStream(Generic[Out, In]):
     async def run(self, on_message: Callable[[In], None]) -> MeshError:
         """Send, receive and beat until the stream is over; returns why.
 
-        on_message: called for every message, heartbeats too; a MeshError it raises ends the stream.
-        Cancelling it ends the stream, too.
+        on_message: called for every message that is no heartbeat; a MeshError it raises ends the
+        stream. Cancelling it ends the stream, too.
         """
-        self._note_sent()  # the handshake
         self._sleep(self._loop.time())
         try:
             with plain_errors():
@@ -165,13 +169,12 @@ class HeartbeatStream(Generic[Out, In]):
             while self._outbox:
                 message = self._outbox.popleft()
                 await self._send_next(message)
-                if message is not self._heartbeat:
+                if message is not self._answer and message is not self._ask:
                     self._on_sent()
 
     async def _send_next(self, message: Out) -> None:
         self._is_sending = True
         await self._stream.send(message)
-        self._note_sent()
         self._is_sending = False  # one that failed ends the stream: nothing may follow it
 
     async def _read(self, on_message: Callable[[In], None]) -> None:
@@ -181,46 +184,59 @@ class HeartbeatStream(Generic[Out, In]):
             # What came in one read is taken without a wait, which would be a turn of the loop for
             # each.
             while message is not None:
-                on_message(message)
+                beat = message.heartbeat
+                if beat is None:
+                    on_message(message)
+                elif beat.asks:
+                    self._beat(self._answer)
                 message = self._stream.receive_nowait()
+            self._attend()
         raise WorkerLost(f"the {self._peer} ended the stream")
 
-    # Timers and no tasks: a gateway has hundreds of streams, and each beats five times a second.
+    # Timers and no tasks: a gateway has hundreds of streams.
 
     def _sleep(self, now: float) -> None:
-        at = min(self._beat_at, self._liveness.next_check_at(now))
+        at = self._liveness.next_check_at(now)
         self._timer = self._loop.call_at(at, self._wake, at)
 
     def _wake(self, at: float) -> None:
-        """Judge the peer by its silence, and beat."""
+        """Judge the peer by its silence, and ask it for a word."""
         if self._end.done():
             return
-        now = self._loop.time()
+        now = max(at, self._loop.time())  # a timer may come early by the clock's resolution
         # This loop may have stood still itself: what it has not read is not the peer's silence.
         self._liveness.slept(at, now)
+        self._liveness.follow(self._rule if self._is_busy() else IDLE, now)
         state = self._liveness.state(now)
         if state is not PeerState.ALIVE:
             # Asked only of a peer that is late: it is a system call, and there are hundreds of
             # streams.
             self._liveness.round_trip_s = self._stream.round_trip_s
             state = self._liveness.state(now)
-        self._suspect(state is not PeerState.ALIVE)
+        if state is not PeerState.ALIVE:
+            self._suspect(True)
         if state is PeerState.DEAD:
             silence_s = self._liveness.silence_s(now)
             words = f"the {self._peer} was silent for {silence_s:.1f} s"
             self.close(WorkerLost(words, code="silent"))
             return
-        if now >= self._beat_at - TIMER_S:
-            self._beat()
+        if self._liveness.is_asking(now):
+            self._beat(self._ask)
         self._sleep(now)
 
-    def _beat(self) -> None:
-        self._note_sent()
-        if self._outbox or self._is_sending:
+    def _attend(self) -> None:
+        """Somebody may have begun to wait for the peer."""
+        if self._liveness.rule is IDLE and self._timer is not None and self._is_busy():
+            self._timer.cancel()
+            self._liveness.follow(self._rule, now := self._loop.time())
+            self._sleep(now)
+
+    def _beat(self, heartbeat: Out) -> None:
+        if self._outbox or self._is_sending or self._end.done():
             return  # what waits is heard as well
         try:
-            if not self._stream.send_nowait(self._heartbeat):
-                self._queue(self._heartbeat)
+            if not self._stream.send_nowait(heartbeat):
+                self._queue(heartbeat)
         except MeshError as error:
             self.close(error)
 

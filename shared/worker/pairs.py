@@ -259,8 +259,9 @@ class PairTable:
     async def _keep(self, link: PairLink, stream: Stream) -> MeshError:
         link.control = HeartbeatStream(
             stream,
-            heartbeat=wire.PairMessage(heartbeat=wire.Heartbeat()),
+            heartbeat=lambda asks: wire.PairMessage(heartbeat=wire.Heartbeat(asks=asks)),
             peer="other worker",
+            is_busy=lambda: self._is_used(link),
         )
         self._refusal = ""
         self._links[link.peer] = link
@@ -283,8 +284,6 @@ class PairTable:
         return link.lost or error
 
     def _hear(self, link: PairLink, message: wire.PairMessage) -> None:
-        if message.heartbeat is not None:
-            return
         link.used_at = loop_time()
         if message.windows is not None:
             link.windows.replace(windows_from_wire(message.windows))
@@ -331,8 +330,7 @@ class PairTable:
     def _idle(self) -> list[Incarnation]:
         """Peers whose pairs nothing uses, those used longest ago first."""
         by_use = sorted(self._links.values(), key=lambda link: link.used_at)
-        return [
-            link.peer
-            for link in by_use
-            if not any(user.is_using(link) for user in self._users(link))
-        ]
+        return [link.peer for link in by_use if not self._is_used(link)]
+
+    def _is_used(self, link: PairLink) -> bool:
+        return any(user.is_using(link) for user in self._users(link))

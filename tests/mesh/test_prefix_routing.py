@@ -15,14 +15,14 @@ from services.gateway.core.index.prefixes import Indexed
 from services.gateway.core.routing.decision_record import replay
 from services.gateway.http.cluster_bodies import Explanation
 from services.gateway.workers.mesh_metrics import register_mesh_metrics
-from services.gateway.workers.registry import _RULE, Registry
+from services.gateway.workers.registry import Registry
 from shared import wire
 from shared.address import Address
 from shared.engine.fake import FakeTiming
 from shared.errors import WouldBeLate
 from shared.ids import MeshPeer
 from shared.kv.journal import Journal
-from shared.liveness import Liveness
+from shared.liveness import IDLE, Liveness
 from tests.support.loopback import LoopbackSettings
 from tests.support.whole_mesh import Answer, WholeMesh, whole_mesh
 from tests.support.worker_mesh import a_prompt, expected, virtual_time
@@ -286,7 +286,7 @@ async def test_a_stream_that_a_rejoin_has_replaced_takes_nothing_away() -> None:
         registry, stream = Registry(members, members.incarnation), OldStream()
         async with asyncio.TaskGroup() as tasks:
             old: Any = stream
-            heard = Liveness(asyncio.get_running_loop().time(), _RULE)
+            heard = Liveness(asyncio.get_running_loop().time(), IDLE)
             both = [
                 tasks.create_task(registry._tell(old, before)),
                 tasks.create_task(registry._read(old, before, heard)),

@@ -99,7 +99,7 @@ async def test_the_same_answer_after_preemption() -> None:
     """More answers than a small pool has room for: some are recomputed, none differs."""
     async with a_mesh() as mesh:
         due = [await ask(mesh, number) for number in range(8)]
-    async with a_mesh(num_blocks=34, decode={"colocated": True}, num_prefill=0) as mesh:
+    async with a_mesh(num_blocks=30, decode={"colocated": True}, num_prefill=0) as mesh:
         await ask(mesh, 0)  # The grammar is compiled in real time; the others begin together.
         async with asyncio.TaskGroup() as tasks:
             got = [tasks.create_task(ask(mesh, number)) for number in range(8)]

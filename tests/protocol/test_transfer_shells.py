@@ -19,6 +19,7 @@ from shared.rpc.heartbeat_stream import MAX_OUTBOX, HeartbeatStream
 from shared.telemetry.moments import Moment
 from shared.transport.base import Outcome
 from shared.transport.pairing import FIRST_CANARY_BYTES
+from shared.wire import Heartbeat
 from shared.worker import pusher
 from shared.worker.handshake import NUM_CANARIES
 from shared.worker.pusher import PushStats
@@ -680,12 +681,21 @@ async def test_silence_ends_a_pair_within_three_seconds(held: tuple[str, str] | 
 # --- the stream below ----------------------------------------------------------------------------
 
 
+class Said(str):
+    """A message, or a heartbeat."""
+
+    @property
+    def heartbeat(self) -> Heartbeat | None:
+        return Heartbeat(asks=self == "ask") if self in ("ask", "answer") else None
+
+
 class Peer:
     """A raw stream, and its other end, in memory."""
 
     def __init__(self) -> None:
         self.sent: list[str] = []
         self.inbox: asyncio.Queue[str | None] = asyncio.Queue()
+        self.is_busy = True
         self.is_reading = asyncio.Event()
         self.is_reading.set()
         self.can_send_nowait = False
@@ -697,18 +707,24 @@ class Peer:
             self.sent.append(message)
         return self.can_send_nowait
 
-    def receive_nowait(self) -> str | None:
-        return self.there.pop(0) if self.there else None
+    def receive_nowait(self) -> Said | None:
+        return Said(self.there.pop(0)) if self.there else None
 
-    async def receive(self) -> str | None:
-        return await self.inbox.get()
+    async def receive(self) -> Said | None:
+        said = await self.inbox.get()
+        return None if said is None else Said(said)
 
     async def send(self, message: str) -> None:
         await self.is_reading.wait()
         self.sent.append(message)
 
-    def stream(self) -> HeartbeatStream[str, str]:
-        return HeartbeatStream(self, heartbeat="beat", peer="peer")
+    def stream(self) -> HeartbeatStream[str, Said]:
+        return HeartbeatStream(
+            self,
+            heartbeat=lambda asks: "ask" if asks else "answer",
+            peer="peer",
+            is_busy=lambda: self.is_busy,
+        )
 
 
 @in_virtual_time
@@ -722,31 +738,85 @@ async def test_a_peer_that_is_far_away_may_be_silent_for_longer():
 
 @in_virtual_time
 async def test_a_silent_peer_ends_the_stream():
-    """Heartbeats go out while nothing comes in, until the peer is dead."""
+    """It is asked while nothing comes in, until it is dead."""
     peer = Peer()
     error = await peer.stream().run(lambda message: None)
     assert isinstance(error, WorkerLost)
     assert "silent for 1.0 s" in error.message
-    assert peer.sent == ["beat"] * 4
+    assert peer.sent == ["ask"] * 4
     assert asyncio.get_running_loop().time() == 1.0
 
 
 @in_virtual_time
-async def test_no_heartbeat_is_sent_where_a_message_was():
-    """A beat comes an interval after whatever was sent last."""
-    peer = Peer()
+async def test_who_speaks_is_not_asked_and_who_asks_is_answered():
+    """Whatever comes in says that the peer lives; an answer is no message, and asks for none."""
+    peer, heard = Peer(), list[str]()
     peer.can_send_nowait = True
-    stream = peer.stream()
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(peer.stream().run(heard.append))
+        for said in ("1", "answer", "2", "ask", "3"):
+            await asyncio.sleep(0.15)
+            peer.inbox.put_nowait(said)
+        await asyncio.sleep(0.19)
+        assert peer.sent == ["answer"]
+        await asyncio.sleep(0.02)
+        assert peer.sent[1:] == ["ask"]
+        await running
+    assert heard == ["1", "2", "3"]
+
+
+@in_virtual_time
+async def test_a_peer_for_which_nobody_waits_is_seldom_asked():
+    """It is asked every two seconds, and dead after six."""
+    peer = Peer()
+    peer.is_busy = False
+    error = await peer.stream().run(lambda message: None)
+    assert "silent for 6.0 s" in error.message
+    assert peer.sent == ["ask"] * 2
+
+
+@pytest.mark.parametrize("by", ["what is sent", "what comes", "neither"])
+@in_virtual_time
+async def test_a_peer_for_which_somebody_waits_has_a_second(by: str):
+    """From then on, however long it was silent: whoever sends it work, or hears of some, looks at
+    once, and everybody within two seconds."""
+    peer = Peer()
+    peer.can_send_nowait, peer.is_busy = True, False
+    stream, loop = peer.stream(), asyncio.get_running_loop()
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(stream.run(lambda message: None))
-        for number in range(4):
-            await asyncio.sleep(0.15)
-            stream.send(str(number))
-        await asyncio.sleep(0.19)
-        assert peer.sent == ["0", "1", "2", "3"]
-        await asyncio.sleep(0.02)
-        assert peer.sent[4:] == ["beat"]
-        await running
+        await asyncio.sleep(1.9)
+        peer.is_busy = True
+        if by == "what is sent":
+            stream.send("work")
+        elif by == "what comes":
+            peer.inbox.put_nowait("work")
+        assert "silent for 1.0 s" in (await running).message
+    assert loop.time() == pytest.approx(3.0 if by == "neither" else 2.9, abs=0.3)
+    assert peer.sent[-4:] == ["ask"] * 4
+
+
+@in_virtual_time
+async def test_a_suspect_stays_one_until_it_is_heard():
+    """That nobody waits for it any more says nothing of it."""
+    peer, told = Peer(), list[bool]()
+    stream = HeartbeatStream(
+        peer,
+        heartbeat=lambda asks: "ask" if asks else "answer",
+        peer="peer",
+        is_busy=lambda: peer.is_busy,
+        on_suspect=told.append,
+    )
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(stream.run(lambda message: None))
+        await asyncio.sleep(0.7)
+        peer.is_busy = False
+        await asyncio.sleep(2.0)
+        assert told == [True]
+        peer.inbox.put_nowait("answer")
+        await asyncio.sleep(0.01)
+        assert told == [True, False]
+        running.cancel()
 
 
 @in_virtual_time

@@ -196,8 +196,9 @@ class WorkerSession:
                 await self._shake_hands(stream)
                 control = self._control = HeartbeatStream(
                     stream,
-                    heartbeat=command(heartbeat=wire.Heartbeat()),
+                    heartbeat=lambda asks: command(heartbeat=wire.Heartbeat(asks=asks)),
                     peer=f"{self._role.value} worker",
+                    is_busy=lambda: bool(self._legs),
                     on_suspect=self._suspect,
                 )
                 self.worker.sessions.add(self._role)

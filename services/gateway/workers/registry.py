@@ -19,7 +19,7 @@ from shared.address import is_host
 from shared.errors import IncompatiblePeer, Overloaded, RemoteProtocolError, ShuttingDown
 from shared.home import Home
 from shared.ids import Incarnation
-from shared.liveness import Liveness, LivenessRule, PeerState
+from shared.liveness import IDLE, Liveness, PeerState
 from shared.messages import codec
 from shared.messages.kv_codec import kv_from_wire
 from shared.messages.status_codec import StatusReader
@@ -29,11 +29,6 @@ from shared.runtime.groups import TaskGroup, plain_errors
 
 MAX_WORKERS = PLACES
 """Workers of one gateway; each costs it a connection and three tasks."""
-
-NO_REPORT_S = 6.0
-"""A worker's session tells sooner that it is gone; this ends the membership of one without."""
-
-_RULE = LivenessRule(interval_s=2.0, suspect_after_s=4.0, dead_after_s=NO_REPORT_S)
 
 JoinStream = ServerStream[Any, Any]
 
@@ -74,7 +69,7 @@ class Registry:
             await stream.send(wire.GatewayDirective(refused=codec.error_to_wire(error)))
             return
         reason = "its join stream ended"
-        heard = Liveness(asyncio.get_running_loop().time(), _RULE)
+        heard = Liveness(asyncio.get_running_loop().time(), IDLE)
         try:
             await stream.send(wire.GatewayDirective(hello=self._hello))
             with plain_errors():
@@ -92,7 +87,7 @@ class Registry:
         while not reader.done():
             if heard.state(now := loop.time()) is PeerState.DEAD:
                 reader.cancel()
-                return f"no report for {NO_REPORT_S:g} s"
+                return f"no report for {IDLE.dead_after_s:g} s"
             at = heard.next_check_at(now)
             await asyncio.wait([reader], timeout=at - now)
             # This loop may have stood still itself: what it has not read is no silence.

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.liveness import Liveness, LivenessRule, PeerState
+from shared.liveness import IDLE, Liveness, LivenessRule, PeerState
 
 
 @pytest.mark.parametrize(
@@ -60,8 +60,8 @@ def test_a_watchers_own_standstill_is_not_its_peers_silence():
 def test_sleeping_until_the_next_check_misses_no_change(
     start: float, heard: list[float], later: float
 ):
-    """Before ``next_check_at`` the verdict stays; it comes within a heartbeat, and at it the
-    verdict has changed, or a heartbeat is over (unless dead already)."""
+    """Before ``next_check_at`` the verdict stays; it comes within an interval, and at it the
+    verdict has changed, or it is time to ask (unless dead already)."""
     liveness = Liveness(start)
     for after in heard:
         liveness.heard(start + after)
@@ -71,12 +71,25 @@ def test_sleeping_until_the_next_check_misses_no_change(
     if state is not PeerState.DEAD:
         assert check_at > now
         assert liveness.state((now + check_at) / 2) is state or (now + check_at) / 2 >= check_at
-        is_beat = check_at == now + liveness.rule.interval_s
-        assert is_beat or liveness.state(check_at) is not state
+        heard_at = start + max(heard, default=0.0)
+        asks = check_at in {it + liveness.rule.interval_s for it in (now, heard_at)}
+        assert asks or liveness.state(check_at) is not state
         assert check_at <= now + liveness.rule.interval_s
 
 
+def test_silence_that_was_allowed_is_not_held_against_a_peer():
+    """Who begins to wait for it gives it as long as everybody; who ceases, forgets nothing."""
+    liveness = Liveness(0.0, IDLE)
+    assert liveness.state(3.9) is PeerState.ALIVE
+    liveness.follow(LivenessRule(), 3.9)
+    assert liveness.state(4.4) is PeerState.ALIVE
+    assert liveness.state(4.5) is PeerState.SUSPECT
+    liveness.follow(IDLE, 4.5)
+    assert liveness.silence_s(4.5) == pytest.approx(0.6)
+    assert liveness.state(3.9 + IDLE.dead_after_s) is PeerState.DEAD
+
+
 def test_a_rule_must_be_in_order():
-    """A rule that could never suspect, or suspects before the first heartbeat, is refused."""
+    """A rule that could never suspect, or suspects before it has asked, is refused."""
     with pytest.raises(ValueError, match="interval_s"):
         LivenessRule(interval_s=2.0)

@@ -413,7 +413,7 @@ default_message_pool.register_message("pdmesh.v1", "Granted", Granted)
 
 @dataclass(eq=False, repr=False)
 class Heartbeat(betterproto2.Message):
-    pass
+    asks: "bool" = betterproto2.field(1, betterproto2.TYPE_BOOL)
 
 default_message_pool.register_message("pdmesh.v1", "Heartbeat", Heartbeat)
 
