@@ -30,6 +30,7 @@ from shared.engine.worker import ThreadCompute
 from shared.errors import MeshError
 from shared.kv.pool import BlockPool
 from shared.request import SamplingParams, WorkItem
+from shared.schedule.budget import TokenBudget
 from shared.schedule.plan import Failure, NewToken, StepPlan
 from shared.schedule.scheduler import SchedulePolicy, Scheduler
 from shared.schedule.sequence import Sequence as TokenSequence
@@ -99,7 +100,9 @@ class End:
 
     def scheduler(self, budget: int) -> Scheduler:
         pool = BlockPool(self.engine.num_blocks, self.engine.block_size)
-        policy = SchedulePolicy(max_model_len=self.engine.spec.max_model_len, token_budget=budget)
+        policy = SchedulePolicy(
+            max_model_len=self.engine.spec.max_model_len, budget=TokenBudget(budget)
+        )
         return Scheduler(pool, policy)
 
     def sequence(self, tokens: int, wanted: int) -> TokenSequence:
@@ -135,6 +138,7 @@ class End:
             scheduler=self.running,
             metrics=metrics,
             sink=sink,
+            on_step=lambda plan, seconds: None,
             look_ahead=job.get("look_ahead", True),
         )
         async with asyncio.TaskGroup() as group:

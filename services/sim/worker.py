@@ -103,7 +103,6 @@ class CoreWorker:
             max_model_len=spec.max_model_len,
             eos_token_ids=spec.eos_token_ids,
             max_running=size.max_running,
-            token_budget=size.token_budget,
             budget=self._budget,
         )
         self.scheduler = Scheduler(self.pool, policy)

@@ -77,10 +77,6 @@ class BatchBudget:
         return room if room >= TILE else 0
 
 
-def _nobody() -> bool:
-    return False
-
-
 @dataclass(frozen=True, slots=True)
 class TimeBudget:
     """As many tokens as keep the predicted time of the step within ``target_s``, and at most
@@ -93,7 +89,7 @@ class TimeBudget:
     predict: PredictStep
     target_s: float
     max_tokens: int
-    is_expecting: Callable[[], bool] = _nobody
+    is_expecting: Callable[[], bool]
 
     def least(self, num_decodes: int) -> int:
         """See ``StepBudget``."""

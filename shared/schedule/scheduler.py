@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from shared.errors import LocalProtocolError, NoBlocks, NoCapacity
 from shared.kv.pool import BlockPool, BlockTable
 from shared.request import FinishReason, finish_reason_of
-from shared.schedule.budget import StepBudget, TokenBudget
+from shared.schedule.budget import StepBudget
 from shared.schedule.draft import Draft, collect_prompt_logprobs
 from shared.schedule.plan import Failure, NewToken, SchedulerStatistics, StepOutcome, StepPlan
 from shared.schedule.queues import Queues
@@ -35,16 +35,15 @@ from shared.step import RowResult
 class SchedulePolicy:
     """Limits of a step, and when an answer ends.
 
-    max_running: most sequences in a step. token_budget: most tokens a step computes; decode rows
-    are never dropped for it, and a prompt always advances by one token at least. budget: decides
-    in place of ``token_budget``. max_preemptions: see the module's text.
+    max_running: most sequences in a step. budget: most tokens a step computes; decode rows are
+    never dropped for it, and a prompt always advances by one token at least. max_preemptions: see
+    the module's text.
     """
 
     max_model_len: int
+    budget: StepBudget
     eos_token_ids: frozenset[int] = frozenset()
     max_running: int = 256
-    token_budget: int = 2048
-    budget: StepBudget | None = None
     max_preemptions: int = 2
 
 
@@ -53,11 +52,10 @@ class Scheduler:
     released."""
 
     def __init__(self, pool: BlockPool, policy: SchedulePolicy) -> None:
-        if policy.max_running < 1 or policy.token_budget < 1:
-            raise LocalProtocolError("max_running and token_budget must be at least 1")
+        if policy.max_running < 1:
+            raise LocalProtocolError("max_running must be at least 1")
         self._pool = pool
         self._policy = policy
-        self._budget: StepBudget = policy.budget or TokenBudget(policy.token_budget)
         self._queues = Queues(pool)
         self._plan: StepPlan | None = None
         self._next: StepPlan | None = None
@@ -175,7 +173,7 @@ class Scheduler:
         """
         if self._plan is not None:
             raise LocalProtocolError("the last plan is not committed")
-        draft = Draft(self._budget)
+        draft = Draft(self._policy.budget)
         self._queues.stalled = []
         self._plan_decodes(draft)
         self._plan_chunks(draft)
@@ -205,7 +203,7 @@ class Scheduler:
         if self._queues.waiting:
             return None
         row_of = {sequence: idx for idx, sequence in enumerate(running.sequences)}
-        draft = Draft(self._budget)
+        draft = Draft(self._policy.budget)
         for sequence in self._queues.running:
             source = row_of.get(sequence)
             if sequence.is_over or (source is not None and self._num_left(sequence) <= 1):

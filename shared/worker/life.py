@@ -208,12 +208,9 @@ def pool_and_scheduler(
     config: WorkerConfig,
     engine: Engine,
     *,
-    budget: StepBudget | None = None,
+    budget: StepBudget,
 ) -> tuple[BlockPool, Scheduler]:
-    """Return the books of an engine's KV blocks, and the scheduler on top.
-
-    budget: what bounds a step in place of the configured number of tokens.
-    """
+    """Return the books of an engine's KV blocks, and the scheduler on top. budget: of a step."""
     pool = BlockPool(
         engine.num_blocks,
         engine.block_size,
@@ -224,7 +221,6 @@ def pool_and_scheduler(
         max_model_len=engine.spec.max_model_len,
         eos_token_ids=engine.spec.eos_token_ids,
         max_running=config.max_running,
-        token_budget=config.max_step_tokens,
         budget=budget,
     )
     return pool, Scheduler(pool, policy)

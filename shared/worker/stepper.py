@@ -80,7 +80,7 @@ class Stepper:
         metrics: WorkerMetrics,
         prompt_metrics: WorkerMetrics | None = None,
         sink: StepSink,
-        on_step: Callable[[StepPlan, float], None] | None = None,
+        on_step: Callable[[StepPlan, float], None],
         look_ahead: bool = True,
     ) -> None:
         self._compute = compute
@@ -197,8 +197,7 @@ class Stepper:
             self._sink.sequences_failed(outcome.failed)
         # Before what is only counted: clients wait for the tokens.
         self._sink.step_done(outcome.tokens, pushes, step.done if pushes else None)
-        if self._on_step is not None:
-            self._on_step(plan, seconds)
+        self._on_step(plan, seconds)
         self._step_s.add(step.seconds)
         metrics = self._metrics if plan.num_decode_rows else self._prompt_metrics
         metrics.step_seconds.observe(step.seconds)

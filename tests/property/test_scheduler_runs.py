@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from shared.errors import LocalProtocolError, NoCapacity
 from shared.kv.events import KvEvent
 from shared.kv.pool import BlockPool
+from shared.schedule.budget import TokenBudget
 from shared.schedule.plan import StepPlan
 from shared.schedule.scheduler import SchedulePolicy, Scheduler
 from shared.schedule.sequence import Sequence
@@ -41,7 +42,9 @@ class Twin:
 
     def __init__(self, num_blocks: int, block_size: int, cached: bool, max_running: int) -> None:
         self.pool = BlockPool(num_blocks, block_size, cache_prefixes=cached)
-        policy = SchedulePolicy(max_model_len=MAX_LEN, max_running=max_running, token_budget=16)
+        policy = SchedulePolicy(
+            max_model_len=MAX_LEN, max_running=max_running, budget=TokenBudget(16)
+        )
         self.scheduler = Scheduler(self.pool, policy)
         self.sequences: list[Sequence] = []
         self.heard: list[KvEvent] = []
@@ -212,7 +215,10 @@ def test_the_runway_ends_where_an_answer_or_the_blocks_do() -> None:
 def test_a_token_that_may_end_an_answer_ends_the_runway() -> None:
     """Where tokens can end an answer nothing is known of the next step."""
     pool = BlockPool(10, 4)
-    scheduler = Scheduler(pool, SchedulePolicy(max_model_len=MAX_LEN, eos_token_ids=frozenset({2})))
+    policy = SchedulePolicy(
+        max_model_len=MAX_LEN, eos_token_ids=frozenset({2}), budget=TokenBudget(16)
+    )
+    scheduler = Scheduler(pool, policy)
     scheduler.add(a_sequence((1, 2), max_tokens=20))
     plan = scheduler.plan()
     scheduler.commit(plan, [RowResult(3)])

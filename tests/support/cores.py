@@ -7,6 +7,7 @@ from typing import Any
 from shared.engine.fake import FakeEngine, FakeModel
 from shared.kv.pool import BlockPool
 from shared.request import SamplingParams, WorkItem
+from shared.schedule.budget import TokenBudget
 from shared.schedule.plan import NewToken
 from shared.schedule.scheduler import SchedulePolicy, Scheduler
 from shared.schedule.sequence import Sequence
@@ -46,6 +47,7 @@ class Worker:
         block_size: int = 4,
         cache_prefixes: bool = True,
         model: FakeModel = MODEL,
+        token_budget: int = 2048,
         **policy: Any,
     ) -> None:
         self.engine = FakeEngine(model=model, num_blocks=num_blocks, block_size=block_size)
@@ -59,7 +61,7 @@ class Worker:
             SchedulePolicy(
                 max_model_len=model.max_model_len,
                 eos_token_ids=frozenset(model.eos_token_ids),
-                **policy,
+                **{"budget": TokenBudget(token_budget), **policy},
             ),
         )
 

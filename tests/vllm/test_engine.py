@@ -15,6 +15,7 @@ from shared.config import DecodeConfig, PrefillConfig
 from shared.engine.base import Engine
 from shared.engine.torch_engine import TorchEngine
 from shared.request import SamplingParams, TokenLogprobs, WorkItem
+from shared.schedule.budget import TokenBudget
 from shared.schedule.sequence import Sequence
 from shared.step import SampleSpec, StepRow
 from shared.worker.life import pool_and_scheduler
@@ -247,9 +248,9 @@ def test_prefix_hits_and_preemption_change_no_token(
     prompts = [*([*base, 7 + idx] for idx in range(4)), *prompts_of(engine, (90, 64, 33))]
     params = greedy(60, temperature=0.9, seed=2, grammar=grammar)
     alone = [Driver(ours(family)).run_alone(prompt, params).output for prompt in prompts]
-    config = DecodeConfig(token_budget=96, max_running=16)
+    config = DecodeConfig(max_running=16)
     few = _Few(engine, 14)
-    pool, scheduler = pool_and_scheduler(config, few)
+    pool, scheduler = pool_and_scheduler(config, few, budget=TokenBudget(96))
     sequences = [
         Sequence(WorkItem(token_ids=tuple(prompt), num_prompt_tokens=len(prompt), sampling=params))
         for prompt in prompts

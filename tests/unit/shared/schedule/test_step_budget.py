@@ -23,7 +23,7 @@ def predicted(num_tokens: int, num_attended: int) -> float:
 
 
 def a_budget(target_s: float, max_tokens: int = 2048) -> TimeBudget:
-    return TimeBudget(predicted, target_s, max_tokens)
+    return TimeBudget(predicted, target_s, max_tokens, is_expecting=lambda: False)
 
 
 def test_attended_positions_are_counted_token_by_token() -> None:
