@@ -27,6 +27,7 @@ from bench.record import PROJECT
 from shared.address import Address
 from shared.home import Role
 from shared.ids import Incarnation
+from shared.kv.journal import Journal
 from shared.kv.layout import KvLayout
 from shared.membership.join import Announcement, Registration
 from shared.messages.codec import PROTOCOL_VERSION
@@ -270,6 +271,7 @@ async def joined(gateway: Address, workers: Sequence[MockWorker]) -> AsyncGenera
             gateways=[gateway],
             announcement=announcement,
             load=lambda: loads[worker.role],
+            journal=Journal(16),
         )
 
     async with asyncio.TaskGroup() as tasks:

@@ -96,7 +96,7 @@ class Registration:
     counts. on_peers: called with the standing partners that any gateway names, whenever they have
     changed. on_pair: a gateway asks for a pair with one more. on_drain: a gateway asked this worker
     to drain. on_change: ``num_joined`` has changed. journal: which prefixes are here, for gateways
-    that ask; None = this worker tells nobody.
+    that ask.
     """
 
     def __init__(
@@ -106,13 +106,13 @@ class Registration:
         gateways: Sequence[Address],
         announcement: Announcement,
         load: Callable[[], WorkerStatus],
+        journal: Journal,
         seen: Callable[[Incarnation], Mapping[Role, StreamId]] = lambda _: {},
         on_peers: Callable[[Sequence[MeshPeer]], None] = lambda _: None,
         on_pair: Callable[[MeshPeer], None] = lambda _: None,
         on_drain: Callable[[], None] = lambda: None,
         on_home: Callable[[Home], None] = lambda _: None,
         on_change: Callable[[], None] = lambda: None,
-        journal: Journal | None = None,
     ) -> None:
         self._network = network
         self._gateways = tuple(gateways)
@@ -235,8 +235,7 @@ class Registration:
 
     def _left(self, link: _Link) -> bool:
         gateway, link.gateway, link.stream = link.gateway, None, None
-        if self._journal is not None:
-            self._journal.unsubscribe(link)
+        self._journal.unsubscribe(link)
         link.is_connected = False
         self._name(link, ())
         if gateway is None:
@@ -334,7 +333,7 @@ class Registration:
 
     def _kv_changes(self, link: _Link) -> wire.KvChanges | None:
         """Return what is to be told of prefixes now; load goes out at once, this when it is due."""
-        if self._journal is None or asyncio.get_running_loop().time() < link.kv_due_at:
+        if asyncio.get_running_loop().time() < link.kv_due_at:
             return None
         changes = self._journal.report(link)
         if changes is None:
@@ -344,8 +343,6 @@ class Registration:
         return kv_to_wire(changes)
 
     def _ask_kv(self, link: _Link, ask: wire.AskKv) -> None:
-        if self._journal is None:
-            return
         try:
             self._journal.subscribe(link, ask.granule_tokens)
         except LocalProtocolError as error:

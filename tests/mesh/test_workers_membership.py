@@ -15,6 +15,7 @@ from shared.address import Address, parse_address
 from shared.errors import IncompatiblePeer, InvalidRequest, Overloaded
 from shared.home import Role
 from shared.ids import Incarnation, MeshPeer, StreamId
+from shared.kv.journal import Journal
 from shared.membership.join import (
     RETURNS_S,
     Announcement,
@@ -51,6 +52,7 @@ class Client:
                 block_size=16,
             ),
             load=lambda: self.load,
+            journal=Journal(16),
             on_peers=self.peers.append,
             on_drain=self._drain,
             on_change=self._change,

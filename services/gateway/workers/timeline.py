@@ -267,7 +267,6 @@ class Timeline:
             "decisions": [
                 record_of(decision, attempt=attempt, at_s=at)
                 for attempt, (at, decision) in enumerate(self._decisions)
-                if decision.seen is not None
             ],
             "receipt": self.receipt().as_dict(),
         }

@@ -42,8 +42,6 @@ def record_of(decision: RouteDecision, *, attempt: int, at_s: float) -> Record:
     until token 1 and what they consist of, None = the prefill worker knew no step times.
     """
     seen, sides = decision.seen, decision.sides
-    if seen is None:
-        raise InvalidRequest("this decision was made without a record of what it saw")
     request, prediction, memory = seen.request, decision.prediction, seen.memory
     return {
         "attempt": attempt,
@@ -81,7 +79,6 @@ def _terms_to_json(terms: PromptTerms) -> Record:
 
 def _speeds_of(decision: RouteDecision) -> list[float]:
     """Bytes a second to each decode worker from the prefill worker that is ready soonest."""
-    assert decision.seen is not None
     terms = decision.scores.terms
     if not terms:
         return []

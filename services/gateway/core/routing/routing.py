@@ -47,10 +47,6 @@ class Candidate(NamedTuple):
     worker: Incarnation
 
 
-NOBODY = Sides([], [], [])
-NO_SCORES = Scores([], [])
-
-
 class Seen(NamedTuple):
     """What a decision went by, beside the sides: enough to make it again."""
 
@@ -67,16 +63,16 @@ class RouteDecision(NamedTuple):
     policy: str
     prefill: Incarnation
     decode: Incarnation
-    places: Places = (0, 0)
+    places: Places
     """Where the two are in the sides."""
-    sides: Sides = NOBODY
-    scores: Scores = NO_SCORES
-    prefill_pool: str = ""
-    decode_pool: str = ""
+    sides: Sides
+    scores: Scores
+    prefill_pool: str
+    decode_pool: str
     """What the two workers were when they were chosen."""
+    seen: Seen
     prediction: Prediction | None = None
     """What was expected of it; None = the prefill worker reports no step times."""
-    seen: Seen | None = None
 
     @property
     def prefills(self) -> tuple[Candidate, ...]:

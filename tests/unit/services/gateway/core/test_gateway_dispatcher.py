@@ -31,9 +31,10 @@ from shared.errors import (
 from shared.ids import Incarnation
 from shared.request import AnswerToken, SamplingParams
 from shared.transfer.effects import MAX_RESERVE_WAIT_S
+from tests.support.decisions import a_decision
 
 P, D, OTHER = Incarnation(1), Incarnation(2), Incarnation(3)
-PAIR = RouteDecision("test", P, D)
+PAIR = a_decision(P, D)
 PAIR_WAIT_S, FAILOVER_WAIT_S = 10.0, 4.0
 
 
@@ -112,8 +113,8 @@ def test_a_pair_is_looked_for_at_once_and_gets_both_legs() -> None:
     ("decision", "max_tokens", "legs"),
     [
         (PAIR, 1, {Leg.PREFILL: P}),
-        (RouteDecision("test", D, D), 8, {Leg.WHOLE: D}),
-        (RouteDecision("test", D, D), 1, {Leg.WHOLE: D}),
+        (a_decision(D, D), 8, {Leg.WHOLE: D}),
+        (a_decision(D, D), 1, {Leg.WHOLE: D}),
     ],
 )
 def test_one_leg_where_one_is_enough(
@@ -133,7 +134,7 @@ def test_who_failed_is_avoided_and_the_silence_counts() -> None:
     search = looked(room.fail(Leg.DECODE, WorkerLost("gone"), now=5.0, silence_s=1.0, lost=True))
     assert search.request == RouteRequest(num_tokens=4, max_new_tokens=7, avoid=frozenset({D}))
     assert search.until == 5.0 + FAILOVER_WAIT_S - 1.0
-    send = room.sent(RouteDecision("test", P, OTHER), now=6.0)
+    send = room.sent(a_decision(P, OTHER), now=6.0)
     assert send.token_ids == (1, 2, 3, 7)
     assert send.wait_s == MAX_RESERVE_WAIT_S  # for room: the client has a token
     assert isinstance(send.after, WorkerLost)

@@ -14,7 +14,6 @@ from services.gateway.core.admission.admission import Admission, Admit
 from services.gateway.core.admission.overload import Overload, OverloadMode, ReportedSpeeds
 from services.gateway.core.admission.tenants import Terms
 from services.gateway.core.lifecycle import Leg
-from services.gateway.core.routing.routing import NOBODY
 from services.gateway.core.worker import Role, Worker
 from services.gateway.front.answers import HELD_TOKENS, Answers, Choice, TextDelta, open_answers
 from services.gateway.mesh import GenerationRequest, Take, Tokens
@@ -25,6 +24,7 @@ from shared.errors import WorkerLost, WouldBeLate
 from shared.ids import RequestId
 from shared.request import AnswerToken, FinishReason, SamplingParams
 from shared.schedule.plan import PromptTimes
+from tests.support.decisions import NOBODY
 from tests.support.tiny_tokenizer import tiny_text_model, tiny_tokenizer
 from tests.unit.services.gateway.core.admission.test_gateway_admission import an_admission
 from tests.unit.services.gateway.core.routing.test_gateway_routing import a_worker

@@ -10,10 +10,10 @@ import pytest
 from services.gateway.core.routing.routing import RouteDecision
 from services.gateway.workers.timeline import Timeline, Transfer
 from shared.errors import Overloaded, WorkerLost
-from shared.ids import Incarnation
 from shared.schedule.plan import PromptTimes
 from shared.telemetry.lifetime import TTFT_PHASES, Receipt
 from shared.telemetry.tracing import CANCELLED
+from tests.support.decisions import a_decision
 from tests.support.worker_mesh import virtual_time
 
 
@@ -22,7 +22,7 @@ def emit(timeline: Timeline, num_tokens: int) -> tuple[float, int]:
     return timeline.emitted(asyncio.get_running_loop().time(), num_tokens)
 
 
-PAIR = RouteDecision(policy="test", prefill=Incarnation(0xA), decode=Incarnation(0xB))
+PAIR = a_decision(0xA, 0xB)
 
 
 def sent(**options: Any) -> Timeline:
