@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Annotated, Final, Literal
 
 from cyclopts import (
@@ -34,6 +35,7 @@ from services.cli.status import leave_output
 from services.cli.top import top
 from services.cli.tour import tour
 from services.cli.up import up
+from shared.config import DecodeConfig, GatewayConfig, PrefillConfig
 from shared.errors import InvalidRequest, MeshError
 from shared.runtime.service import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK
 from shared.settings import PREFIX
@@ -155,6 +157,15 @@ def _wrong(error: CycloptsError) -> str:
         return f"Unexpected argument: {' '.join(error.unused_tokens or ())}."
     if isinstance(error, UnknownOptionError) and error.command_chain == ("generate",):
         return f"{error} A prompt that begins with a dash goes after all options and --."
+    if isinstance(error, UnknownOptionError) and error.command_chain == ("up",):
+        flag = str(error.token.keyword)
+        name = flag.lstrip("-").replace("-", "_")
+        if any(
+            it.name == name
+            for kind in (GatewayConfig, PrefillConfig, DecodeConfig)
+            for it in fields(kind)
+        ):
+            return f"{flag} is a service's: give it by {PREFIX}{name.upper()}, or in --config."
     return str(error)
 
 

@@ -134,6 +134,8 @@ FREE_PORTS = "gateway --http-port 0 --grpc-port 0 --mesh-port 0"
     [
         ("frobnicate", "Unknown command", 2),
         ("up --frobnicate", "Unknown option: --frobnicate", 2),
+        ("up --tenants t.toml", "give it by PDMESH_TENANTS, or in --config", 2),
+        ("up --mesh-port=8300", "give it by PDMESH_MESH_PORT, or in --config", 2),
         ("generate -hello", "begins with a dash goes after all options and --", 2),
         ("gateway --max-runing 3", "Did you mean --max-running?", 2),
         ("up --prefill two", "--prefill", 2),
