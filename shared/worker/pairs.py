@@ -18,6 +18,7 @@ from shared.errors import (
     IncompatiblePeer,
     MeshError,
     RemoteProtocolError,
+    Retry,
     ShuttingDown,
     WorkerLost,
 )
@@ -302,8 +303,11 @@ class PairTable:
         link.lose(error)
         if self._links.get(link.peer) is link:
             del self._links[link.peer]
+            error = link.lost or error
+            if error.retry is Retry.NEVER:  # of this stream; no request on the pair has made it
+                error = WorkerLost(f"the pair broke: {error.message}")
             for user in self._users(link):
-                user.link_lost(link, link.lost or error)
+                user.link_lost(link, error)
             self._on_change()
 
     def _ended(self, peer: Incarnation, error: MeshError) -> None:

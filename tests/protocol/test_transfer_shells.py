@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 
 from shared.engine.worker import StepDone
-from shared.errors import MeshError, ShuttingDown, TooLarge, TransferFailed, WorkerLost
+from shared.errors import (
+    InvalidRequest,
+    MeshError,
+    ShuttingDown,
+    TooLarge,
+    TransferFailed,
+    WorkerLost,
+)
 from shared.ids import Incarnation, MeshPeer
 from shared.profile.machine import MachineProfile
 from shared.rpc.heartbeat_stream import MAX_OUTBOX, HeartbeatStream
@@ -191,9 +198,15 @@ async def test_decode_may_give_up_at_any_point(wire: LoopbackFabric, turns: int)
         ends.check_all_home()
 
 
+@pytest.mark.parametrize(
+    "error", [None, InvalidRequest("no message"), TooLarge("too long")], ids=str
+)
 @in_virtual_time
-async def test_a_lost_pair_fails_its_transfers_and_comes_back(wire: LoopbackFabric):
-    """The connection breaks amid a push: WorkerLost, all home, a new link, and it works again."""
+async def test_a_lost_pair_fails_its_transfers_and_comes_back(
+    wire: LoopbackFabric, error: MeshError | None
+):
+    """The connection breaks amid a push: WorkerLost, all home, a new link, and it works again. So
+    does a stream that one of both ends with an error of clients: no request has made it."""
     async with running_ends(wire.open) as ends:
         table = await ends.prefill.take(LONG)
         handle = ends.prefill.begin(LONG, table)
@@ -201,7 +214,11 @@ async def test_a_lost_pair_fails_its_transfers_and_comes_back(wire: LoopbackFabr
         for _ in range(4):
             next(steps)
             await asyncio.sleep(0)
-        ends.network.fabric.kill("prefill")
+        if error is None:
+            ends.network.fabric.kill("prefill")
+        else:
+            (link,) = ends.pairs._links.values()
+            link.lose(error)
         with pytest.raises(WorkerLost):
             await handle.wait()
         assert not ends.paired.is_set()
