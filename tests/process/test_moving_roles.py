@@ -272,8 +272,10 @@ async def test_up_starts_workers_that_may_be_either_and_ctrl_c_ends_them() -> No
             async with session.post(f"{url}/v1/completions", json=body) as response:
                 assert response.status == 200, await response.text()
                 assert (await response.json())["usage"]["completion_tokens"] >= 1
-            async with session.get(f"{url}/cluster") as response:
-                workers = (await response.json())["workers"]
+            workers: list[dict[str, Any]] = []
+            while len(workers) < 3:  # the first two answer while the third still joins
+                async with session.get(f"{url}/cluster") as response:
+                    workers = (await response.json())["workers"]
         assert sorted(worker["home"] for worker in workers) == ["prompt", "token", "token"]
         assert all(worker["moves"] for worker in workers)
         async with pdmesh("top", "--once", "--url", url) as top:
