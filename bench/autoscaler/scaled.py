@@ -68,7 +68,7 @@ class ScaledMesh(CoreMesh):
     startup_s: from the order of a worker until it has joined. movable: whether homes may change.
     """
 
-    pace = Pace(report_s=1.0, burst_s=1.0)
+    pace = Pace(report_s=1.0, gather_s=1.0)
 
     def __init__(
         self,

@@ -45,12 +45,12 @@ from shared.address import Address
 from shared.ids import Incarnation, StreamId
 from shared.kv.journal import KvChanges, TierChanges, key_of
 from shared.kv.prefix_hash import UNIT, prefix_hashes, root_hash
-from shared.membership.join import REPORT_S
 from shared.messages import codec
 from shared.messages.columns import pack_u32, pack_u64
 from shared.messages.message_codec import MessageCodec
 from shared.predict.step_time import StepFit
 from shared.runtime.service import GC_THRESHOLD
+from shared.worker_status import REPORT_S
 
 HERE = Path(__file__).parent
 SIZES = (1, 4, 16, 64, 500)

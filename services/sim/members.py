@@ -34,6 +34,7 @@ from shared.kv.layout import KvLayout
 from shared.liveness import LivenessRule
 from shared.model_spec import ModelSpec
 from shared.transfer.messages import LinkId
+from shared.worker_status import gather_s
 
 INDEX_BYTES = 1 << 28
 
@@ -166,6 +167,8 @@ class Members(ABC):
         worker.sessions.update(worker.serves)
         if self.router.prefixes is not None and self.router.prefixes.joined(worker):
             self._ask_prefixes()
+        for it in self.members.values():
+            it.reporter.gather_s = max(self.pace.gather_s, gather_s(len(self.table)))
         member.reporter.report()
         return core
 

@@ -13,14 +13,15 @@ from services.sim.worker import CoreWorker
 from shared.home import Home
 from shared.ids import Incarnation, StreamId
 from shared.kv.journal import KvChanges
+from shared.worker_status import GATHER_S, REPORT_S
 
 
 class Pace(NamedTuple):
-    """How often a worker reports. report_s: if there is nothing new; news within burst_s make one
-    report."""
+    """How often a worker reports. report_s: if there is nothing new; news within gather_s, or as
+    long as the gateway asks for, make one report."""
 
-    report_s: float = 0.5
-    burst_s: float = 0.05
+    report_s: float = REPORT_S
+    gather_s: float = GATHER_S
 
 
 class Reporter:
@@ -35,6 +36,7 @@ class Reporter:
         pace: Pace,
     ) -> None:
         self._pace = pace
+        self.gather_s = pace.gather_s
         self._core = core
         self._clock = clock
         self._status = status
@@ -52,7 +54,7 @@ class Reporter:
             self._news_at = changed_at
             self._report_at(
                 # Never later than it would come without news.
-                min(changed_at + self._pace.burst_s, self._reported_at + self._pace.report_s)
+                min(changed_at + self.gather_s, self._reported_at + self._pace.report_s)
             )
 
     def asked(self, reports: PrefixReports) -> None:

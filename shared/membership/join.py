@@ -41,17 +41,13 @@ from shared.rpc.methods import REGISTRY_JOIN
 from shared.rpc.network import Network
 from shared.rpc.stream import ClientStream, open_stream
 from shared.runtime.groups import TaskGroup, plain_errors
-from shared.worker_status import WorkerStatus
+from shared.worker_status import GATHER_S, REPORT_S, WorkerStatus
 
 _log = structlog.get_logger(__name__)
 
 RESOLVE_S = 5.0
 RETURNS_S = 0.5
 """The same while there is no gateway: the name of one that restarts may be gone for a moment."""
-
-REPORT_S = 0.5
-"""Between two statuses; a load that changed is told sooner, and one that is as it was told only as
-often as a gateway must hear of its worker."""
 
 MAX_KV_INTERVAL_S = 10.0
 """Longest time that a gateway may ask a worker to keep changes of its prefixes back."""
@@ -329,7 +325,7 @@ class Registration:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(REPORT_S):
                     await link.has_news.wait()
-                    await asyncio.sleep(_BURST_S)
+                    await asyncio.sleep(link.gather_s)
 
     def _kv_changes(self, link: _Link) -> wire.KvChanges | None:
         """Return what is to be told of prefixes now; load goes out at once, this when it is due."""
@@ -347,11 +343,8 @@ class Registration:
             self._journal.subscribe(link, ask.granule_tokens)
         except LocalProtocolError as error:
             raise RemoteProtocolError(error.message, param="granule_tokens") from None
-        if not 0 <= ask.interval_s <= MAX_KV_INTERVAL_S:
-            raise RemoteProtocolError(
-                f"must be 0 to {MAX_KV_INTERVAL_S:g} seconds", param="interval_s"
-            )
-        link.kv_interval_s, link.kv_due_at = ask.interval_s, 0.0
+        link.kv_interval_s = _within(ask.interval_s, MAX_KV_INTERVAL_S, "interval_s")
+        link.kv_due_at = 0.0
         link.has_news.set()
 
     async def _listen(self, link: _Link, stream: ClientStream[Any, Any]) -> None:
@@ -366,6 +359,8 @@ class Registration:
                 self._on_drain()
             if directive.home is not None:
                 self._take_home(directive.home)
+            if directive.pace is not None:
+                link.gather_s = _within(directive.pace.gather_s, REPORT_S, "gather_s")
             if directive.kv is not None:
                 self._ask_kv(link, directive.kv)
 
@@ -383,10 +378,6 @@ class Registration:
             self._on_peers(self._peers)
 
 
-_BURST_S = 0.05
-"""News within this time make one status."""
-
-
 class _Link:
     """One address behind a gateway's name."""
 
@@ -399,6 +390,7 @@ class _Link:
         self.has_news = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
         self.kv_interval_s = self.kv_due_at = 0.0
+        self.gather_s = GATHER_S
         self.peers: tuple[MeshPeer, ...] = ()
         """Whom its gateway names as standing partners."""
 
@@ -412,6 +404,12 @@ class _Link:
 def _merged(named: Iterable[Sequence[MeshPeer]]) -> tuple[MeshPeer, ...]:
     """Return all that any gateway names, each once, in the order in which they are named."""
     return tuple({peer.incarnation: peer for peers in named for peer in peers}.values())
+
+
+def _within(seconds: float, most_s: float, name: str) -> float:
+    if not 0 <= seconds <= most_s:
+        raise RemoteProtocolError(f"must be 0 to {most_s:g} seconds", param=name)
+    return seconds
 
 
 def _mesh_peer(peer: wire.Peer) -> MeshPeer:

@@ -15,8 +15,10 @@ from services.gateway.core.worker import Worker, WorkerStatus
 from services.gateway.workers.membership import Membership
 from services.gateway.workers.peers import WorkerSession
 from services.gateway.workers.registry import Registry
+from shared import worker_status
 from shared.engine.fake import FakeTiming
 from shared.ids import Incarnation, StreamId
+from shared.worker_status import GATHER_S, MOST_REPORTS, REPORT_S, gather_s
 from tests.support.storm import storm
 from tests.support.whole_mesh import whole_mesh
 from tests.support.worker_mesh import a_prompt, expected, virtual_time
@@ -143,6 +145,32 @@ async def test_reports_of_load_wake_nobody(monkeypatch: pytest.MonkeyPatch) -> N
         await mesh.start_worker("decode")
         await mesh.until(lambda: members.table.sides.num_pairs == 6)
         assert told == [1, 1, 1, 2, 2, 2]
+
+
+@virtual_time
+async def test_many_workers_gather_their_news_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them are told when one more joins than may report so often, and when it has gone."""
+    monkeypatch.setattr(worker_status, "MOST_REPORTS", 2 / GATHER_S)
+    async with whole_mesh() as mesh:
+
+        def paces() -> set[float]:
+            links = [it.worker._life._registration._links.values() for it in mesh.workers]
+            return {link.gather_s for both in links for link in both}
+
+        assert paces() == {GATHER_S}
+        more = await mesh.start_worker("decode")
+        await mesh.until(lambda: paces() == {2 * GATHER_S})
+        await mesh.kill(more)
+        await mesh.until(lambda: paces() == {GATHER_S})
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "seconds"), [(1, 0.05), (50, 0.05), (51, 0.1), (128, 0.2), (1000, REPORT_S)]
+)
+def test_a_gateway_hears_a_thousand_reports_a_second(num_workers: int, seconds: float) -> None:
+    """However many workers have news; beyond five hundred no news waits longer."""
+    assert gather_s(num_workers) == seconds
+    assert num_workers / seconds <= max(MOST_REPORTS, num_workers / REPORT_S)
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))

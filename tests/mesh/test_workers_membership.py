@@ -348,6 +348,31 @@ async def test_status_comes_as_often_as_there_is_news_and_every_two_seconds() ->
 
 
 @virtual_time
+async def test_news_is_gathered_for_as_long_as_the_gateway_says() -> None:
+    """A gateway of many workers hears of a change later, and another of the same worker at once;
+    a pace that would hide news is refused."""
+
+    async def body(world: World) -> None:
+        large, small = await world.gateway("g1"), await world.gateway("g2")
+        large.gather_s = 0.4
+        client = world.client("g1", "g2")
+        loop = asyncio.get_running_loop()
+        await client.joined(2)
+        await asyncio.sleep(0.02)
+        client.load, changed_at = WorkerStatus(num_running=3), loop.time()
+        client.registration.report_soon()
+        for gateway, gathered_s in ((small, 0.05), (large, 0.4)):
+            await until(lambda: gateway.status[WORKER].num_running == 3, gateway)  # noqa: B023
+            assert loop.time() - changed_at == pytest.approx(gathered_s, abs=0.02)
+        large.gather_s = 0.6
+        client.registration.rejoin(large.incarnation)
+        await client.joined(1)
+        assert client.registration.num_joined == 1
+
+    await in_world(body)
+
+
+@virtual_time
 async def test_roles_home_and_seen_orders_travel_with_announcement_and_status() -> None:
     """A worker that serves both says so once, and with each status what it holds, where it is at
     home, and what of that gateway's orders it counts."""

@@ -201,6 +201,7 @@ class FakeGateway:
         self._dials = dials
         self.port = 0
         self.refusal: MeshError | None = None
+        self.gather_s: float | None = None
         self.drain: asyncio.Event = asyncio.Event()
         self._next_stream_id = 1
         self._tasks: asyncio.TaskGroup | None = None
@@ -305,6 +306,8 @@ class FakeGateway:
             await self.notify()
             return
         await stream.send(wire.GatewayDirective(hello=self.hello))
+        if self.gather_s is not None:
+            await stream.send(wire.GatewayDirective(pace=wire.Pace(gather_s=self.gather_s)))
         announce.host = announce.host or stream.peer.host
         self.workers[incarnation] = announce
         is_prefill = announce.hello.role == wire.Role.PREFILL

@@ -30,6 +30,7 @@ from shared.kv.journal import KvChanges
 from shared.messages.columns import pack_u32
 from shared.rpc.network import Network
 from shared.runtime.groups import TaskGroup, plain_errors
+from shared.worker_status import GATHER_S, gather_s
 
 _log = structlog.get_logger(__name__)
 
@@ -91,6 +92,7 @@ class Membership:
         self.homes: dict[Incarnation, Home] = {}  # ordered, not confirmed yet
         self.pairs: dict[Incarnation, list[Worker]] = {}  # wanted, not told yet
         self._standing: tuple[Worker, ...] = ()
+        self.gather_s = GATHER_S
         self._moving = asyncio.Lock()
 
     @contextlib.asynccontextmanager
@@ -212,8 +214,9 @@ class Membership:
 
     def _note_change(self) -> None:
         self.usability.tell()
-        if self._standing is not self.table.at_home_with_tokens:
-            self._standing = self.table.at_home_with_tokens
+        standing, pace = self.table.at_home_with_tokens, gather_s(len(self.table))
+        if self._standing is not standing or self.gather_s != pace:
+            self._standing, self.gather_s = standing, pace
             self.directives.tell()
 
     async def change_home(self, incarnation: Incarnation, home: str) -> Worker:

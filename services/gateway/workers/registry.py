@@ -26,6 +26,7 @@ from shared.messages.status_codec import StatusReader
 from shared.rpc.methods import REGISTRY_JOIN
 from shared.rpc.service import FIRST_MESSAGE_S, ServerStream, Servicer, bind
 from shared.runtime.groups import TaskGroup, plain_errors
+from shared.worker_status import GATHER_S
 
 MAX_WORKERS = PLACES
 """Workers of one gateway; each costs it a connection and three tasks."""
@@ -110,16 +111,20 @@ class Registry:
                     self._members.told_prefixes(worker, kv_from_wire(report.status.kv))
 
     async def _tell(self, stream: JoinStream, worker: Worker) -> None:
-        """Tell a worker its standing partners, one more that is needed, and where to move, at each
-        change, until this gateway stops."""
+        """Tell a worker its standing partners, one more that is needed, how often to report and
+        where to move, at each change, until this gateway stops."""
         told: tuple[Worker, ...] = ()
         told_home: Home | None = None
+        told_s = GATHER_S
         while not self._closing.is_set():
             changed = self._members.directives.next
             peers = self._members.table.standing_partners(worker)
             if peers is not told:
                 told = peers
                 await stream.send(self._list(peers))
+            if self._members.gather_s != told_s:
+                told_s = self._members.gather_s
+                await stream.send(wire.GatewayDirective(pace=wire.Pace(gather_s=told_s)))
             # Told again on the next stream, for this one may end before it has arrived.
             home = self._members.homes.get(worker.incarnation)
             if home is not None and home is not told_home:

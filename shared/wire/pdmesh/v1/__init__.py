@@ -36,6 +36,7 @@ __all__ = (
     "ListModelsResponse",
     "ModelInfo",
     "OpenTransfer",
+    "Pace",
     "PairHello",
     "PairMessage",
     "Peer",
@@ -304,6 +305,9 @@ class GatewayDirective(betterproto2.Message):
     pair: "Peer | None" = betterproto2.field(
         6, betterproto2.TYPE_MESSAGE, optional=True, group="directive"
     )
+    pace: "Pace | None" = betterproto2.field(
+        7, betterproto2.TYPE_MESSAGE, optional=True, group="directive"
+    )
     kv: "AskKv | None" = betterproto2.field(
         8, betterproto2.TYPE_MESSAGE, optional=True, group="directive"
     )
@@ -493,6 +497,12 @@ class OpenTransfer(betterproto2.Message):
     lease_token: "bytes" = betterproto2.field(3, betterproto2.TYPE_BYTES)
 
 default_message_pool.register_message("pdmesh.v1", "OpenTransfer", OpenTransfer)
+
+@dataclass(eq=False, repr=False)
+class Pace(betterproto2.Message):
+    gather_s: "float" = betterproto2.field(1, betterproto2.TYPE_DOUBLE)
+
+default_message_pool.register_message("pdmesh.v1", "Pace", Pace)
 
 @dataclass(eq=False, repr=False)
 class PairHello(betterproto2.Message):
