@@ -131,7 +131,7 @@ async def test_reports_of_load_wake_nobody(monkeypatch: pytest.MonkeyPatch) -> N
             for seed in range(8):
                 tasks.create_task(mesh.ask(a_prompt(50, seed=seed), 8))
         await asyncio.sleep(3.0)
-        assert len(reports) >= 5 * 3
+        assert len(reports) >= 5 * 2
         assert len(set(reports)) == 5
         assert not usability.is_set()
         assert not peers.is_set()
