@@ -145,10 +145,7 @@ class End:
             task = group.create_task(stepper.run())
             await sink.stopped.wait()
             task.cancel()
-        # The loop has begun one more step, or two: run them again, they write the same, and take
-        # them.
-        while (plan := self.running._plan) is not None:
-            self.running.commit(plan, await self.compute.step(plan.rows))
+        await self.take_begun()
         steps = sink.steps[: sink.wanted]
         assert all(tokens == self.rows for _, _, tokens in steps)
         pairs = list(pairwise(steps))
@@ -158,6 +155,12 @@ class End:
             "seconds": seconds,
             "overhead": [whole - part for whole, part in zip(seconds, kernels, strict=True)],
         }
+
+    async def take_begun(self) -> None:
+        """The loop has begun one more step, or two: run them again, they write the same, and take
+        them."""
+        while (plan := self.running._plan) is not None:
+            self.running.commit(plan, await self.compute.step(plan.rows))
 
     async def prefill(self, job: dict[str, Any]) -> dict[str, Any]:
         took: list[float] = []

@@ -90,6 +90,12 @@ class GuidedEnd(End):
         )
         return TokenSequence(WorkItem(token_ids=prompt, num_prompt_tokens=tokens, sampling=params))
 
+    async def take_begun(self) -> None:
+        """A grammar takes no token twice: they are waited for, by a step behind them, and dropped
+        with their answers."""
+        self.sampling = {"temperature": 0.0}
+        await self.fill({"rows": 1, "context": 1})
+
 
 async def step_ms(end: GuidedEnd, steps: int, rows: int, **sampling: Any) -> float:
     """Median time from one step's tokens to the next's."""
