@@ -25,7 +25,7 @@ from shared.liveness import LivenessRule
 from shared.membership import mesh_network
 from shared.membership.mesh_tls import ServiceNetwork
 from shared.mesh_secret import MeshSecret
-from shared.rpc import call_server, tls
+from shared.rpc import call_server, heartbeat_stream, tls
 from shared.rpc.methods import DECODE_SESSION
 from shared.rpc.network import Network
 from shared.rpc.stream import open_stream
@@ -224,8 +224,11 @@ async def test_a_connection_without_a_proof_is_closed(monkeypatch: pytest.Monkey
         assert await known.receive() is not None
 
 
-async def test_a_worker_that_fell_silent_is_dialled_again_at_once(authority: Authority) -> None:
+async def test_a_worker_that_fell_silent_is_dialled_again_at_once(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Over TLS a connection's end waits for the other end's word, which does not come."""
+    monkeypatch.setattr(heartbeat_stream, "IDLE", LivenessRule())  # as if somebody waited for it
     worker, gateway = (tls_of(authority.sign(it), authority.path) for it in ("worker", "gateway"))
     host, here = Host(LivenessRule(dead_after_s=30.0)), Address("127.0.0.1", 0)
     links: list[asyncio.StreamWriter] = []
