@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from shared.runtime.service import EXIT_BAD_CONFIG
+from tests.support import fork_server
 from tests.support.fork_server import executed_starts
 from tests.support.house import ROOT
 from tests.support.process_mesh import process_mesh
@@ -47,7 +48,7 @@ async def test_services_have_their_own_environment_signals_and_ends() -> None:
     """A kill is told as a kill, a drain as 0, and a setting that is wrong as 2; failpoints act."""
     async with process_mesh() as mesh:
         gateway = await mesh.start_gateway()
-        assert "fork_server" in words_of(gateway.pid)
+        assert ("fork_server" in words_of(gateway.pid)) is not Path(fork_server.GPU).exists()
         armed = await mesh.add("decode", failpoints="decode.mid_decode:2=kill")
         await mesh.add("prefill")
         await mesh.paired(gateway, 1)
@@ -63,5 +64,12 @@ async def test_what_libraries_read_when_they_are_loaded_is_executed(
 ) -> None:
     """The server has loaded them already."""
     monkeypatch.setenv("UCX_TLS", "tcp,self")
+    async with process_mesh() as mesh:
+        assert "services.gateway" in words_of((await mesh.start("gateway")).pid)
+
+
+async def test_beside_a_gpu_all_is_executed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library of the server's may have begun with it."""
+    monkeypatch.setattr(fork_server, "GPU", "/dev/null")
     async with process_mesh() as mesh:
         assert "services.gateway" in words_of((await mesh.start("gateway")).pid)

@@ -46,6 +46,10 @@ IMPORTED_LATE = (
 
 _execute = _UnixSelectorEventLoop._make_subprocess_transport
 
+GPU = "/dev/nvidiactl"
+"""Where this is nothing is forked: a library may look at the GPU when it is loaded, and CUDA that
+has begun does not live on in a fork."""
+
 MOST_BYTES = 1 << 18
 MOST_FILES = 16
 
@@ -87,7 +91,8 @@ class ForkServer:
                 folders = wanted.get("PYTHONPATH", "").split(os.pathsep)
                 same = _read_when_loaded(wanted) == _read_when_loaded(self._environment)
                 is_vllm = wanted.get("PDMESH_ENGINE") == "vllm"  # forks in its own way
-                return same and not is_vllm and {*folders} <= {"", *sys.path}
+                has_gpu = os.path.exists(GPU)
+                return same and not is_vllm and not has_gpu and {*folders} <= {"", *sys.path}
         return False
 
     def close(self) -> None:
