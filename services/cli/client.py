@@ -109,7 +109,7 @@ class RunningGateway:
         """Return the address of a path; the URL may end as OpenAI's clients want it."""
         return self.url.rstrip("/").removesuffix("/v1") + path
 
-    async def get(
+    async def call(
         self,
         session: aiohttp.ClientSession,
         path: str,
@@ -142,7 +142,7 @@ class RunningGateway:
     async def ask(self, path: str, *, limit_s: float = ANSWERS_WITHIN_S) -> Any:
         """``get`` over a session of its own."""
         async with self.access.session() as session:
-            return await self.get(session, path, limit_s=limit_s)
+            return await self.call(session, path, limit_s=limit_s)
 
 
 LOCAL_GATEWAY: Final = RunningGateway()

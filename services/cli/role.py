@@ -37,10 +37,10 @@ def role(
 
 async def _move(worker: str, home: str, gateway: RunningGateway) -> dict[str, Any]:
     async with gateway.access.session() as session:
-        view = await gateway.get(session, "/cluster")
+        view = await gateway.call(session, "/cluster")
         incarnation = _named(worker, view["workers"])
         path = f"/cluster/workers/{quote(incarnation, safe='')}/role"
-        return await gateway.get(session, path, sent={"role": home})
+        return await gateway.call(session, path, sent={"role": home})
 
 
 def _named(worker: str, workers: list[dict[str, Any]]) -> str:

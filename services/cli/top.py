@@ -91,7 +91,7 @@ async def _watch(gateway: RunningGateway, interval_s: float, console: Console) -
             while not leave.is_set():
                 trouble = ""
                 try:
-                    view = await gateway.get(session, "/cluster", limit_s=ANSWERS_WITHIN_S)
+                    view = await gateway.call(session, "/cluster", limit_s=ANSWERS_WITHIN_S)
                 except MeshError as error:
                     trouble = error.message
                 shown = _frame(gateway.url, view, trouble, width=console.width)

@@ -30,29 +30,32 @@ def read_text(path: Path) -> str:
         raise DataError(f"{path} is not text") from None
 
 
-def read_lines(path: Path, decoder: msgspec.json.Decoder[Row]) -> Iterator[tuple[int, Row]]:
+def read_lines(
+    path: Path, decoder: msgspec.json.Decoder[Row], text: str | None = None
+) -> Iterator[tuple[int, Row]]:
     """Yield line number and content of every line of a file that is JSON line by line.
 
-    Raises DataError.
+    text: the file's, where it is read already: a pipe is read once. Raises DataError.
     """
-    for line, text in enumerate(read_text(path).splitlines(), 1):
-        if not text.strip():
+    text = read_text(path) if text is None else text
+    for line, content in enumerate(text.splitlines(), 1):
+        if not content.strip():
             continue
         try:
-            row = decoder.decode(text)
+            row = decoder.decode(content)
         except msgspec.DecodeError as error:  # a ValidationError is one
             raise DataError(f"{path}:{line}: {error}") from None
         yield line, row
 
 
 def read_rows(
-    path: Path, columns: Sequence[str], otherwise: str = ""
+    path: Path, columns: Sequence[str], otherwise: str = "", text: str | None = None
 ) -> Iterator[tuple[int, dict[str, str]]]:
     """Yield line number and fields of every row of a CSV file that has at least these columns.
 
-    otherwise: what is said of a file without them, too. Raises DataError.
+    otherwise: what is said of a file without them, too. text: see ``read_lines``. Raises DataError.
     """
-    lines = _fields(path)
+    lines = _fields(path, read_text(path) if text is None else text)
     _, first = next(lines, (1, cast("list[str]", [])))
     head = [name.strip() for name in first]
     missing = [name for name in columns if name not in head]
@@ -70,8 +73,8 @@ def read_rows(
         yield line, dict(zip(head, fields, strict=True))
 
 
-def _fields(path: Path) -> Iterator[tuple[int, list[str]]]:
-    lines = csv.reader(read_text(path).splitlines())
+def _fields(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
+    lines = csv.reader(text.splitlines())
     try:
         for fields in lines:
             yield lines.line_num, fields

@@ -135,7 +135,7 @@ class ServerEndpoint:
     async def mesh(self) -> dict[str, Any] | None:
         """Return what a pdmesh gateway tells of its workers; None: it is no gateway of ours."""
         try:
-            told = await self._server.get(self._session, RECENT, limit_s=PROBE_WITHIN_S)
+            told = await self._server.call(self._session, RECENT, limit_s=PROBE_WITHIN_S)
             return {**told, "requests": []}
         except (MeshError, TypeError):
             return None
@@ -272,7 +272,7 @@ async def _model_of(
 ) -> tuple[str, int]:
     """Return the model's name and its context, 0 = not said."""
     try:
-        answer = await server.get(session, "/v1/models", limit_s=PROBE_WITHIN_S)
+        answer = await server.call(session, "/v1/models", limit_s=PROBE_WITHIN_S)
         served = {
             str(entry["id"]): int(entry.get("max_model_len") or 0) for entry in answer["data"]
         }

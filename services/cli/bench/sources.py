@@ -162,9 +162,11 @@ def read_trace(path: Path, *, must_be_ordered: bool = False) -> Trace:
 
     Raises DataError.
     """
-    is_mooncake = read_text(path)[:64].lstrip().startswith("{")
-    azure = "neither Mooncake's JSONL nor Azure's CSV: "
-    lines = read_lines(path, _MOONCAKE) if is_mooncake else read_rows(path, AZURE_COLUMNS, azure)
+    text, neither = read_text(path), "neither Mooncake's JSONL nor Azure's CSV: "
+    if text[:64].lstrip().startswith("{"):
+        lines = read_lines(path, _MOONCAKE, text)
+    else:
+        lines = read_rows(path, AZURE_COLUMNS, neither, text)
     rows: list[Ask] = []
     for number, line in lines:
         try:

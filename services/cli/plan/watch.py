@@ -133,7 +133,7 @@ def watch(
         async with gateway.access.session() as session:
             while True:
                 try:
-                    body = await gateway.get(session, RECENT)
+                    body = await gateway.call(session, RECENT)
                     look = watcher.look(read_body(body, gateway.url))
                     if due <= 0:
                         if as_json:

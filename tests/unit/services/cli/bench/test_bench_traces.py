@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
@@ -35,6 +36,17 @@ def test_mooncake(tmp_path: Path) -> None:
         Ask(num_input=900, num_output=5, due_s=0.0, block_ids=(0, 1)),
         Ask(num_input=400, num_output=7, due_s=3.0, block_ids=(0,)),
     ]
+
+
+@pytest.mark.parametrize("text", [MOONCAKE, AZURE])
+def test_a_trace_may_come_through_a_pipe(tmp_path: Path, text: str) -> None:
+    """As of ``--trace <(zcat trace.gz)``: it can be read once."""
+    here, there = os.pipe()
+    with os.fdopen(there, "w", newline="") as pipe:
+        pipe.write(text)
+    piped = read_trace(Path(f"/dev/fd/{here}"))
+    os.close(here)
+    assert piped.rows == read_trace(written(tmp_path, text)).rows
 
 
 def test_azure(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from services.cli import main
 from services.cli.plan import watch
 from services.cli.plan.watch import Watcher, WatchFlags, facts_of, lines_of, words_of
 from services.gateway.http.cluster_bodies import RecentRequests
+from services.gateway.workers.generation import LEAST_REMEMBERED
 from tests.support.recent import recent
 from tests.support.stub_gateway import StubGateway
 
@@ -134,6 +135,11 @@ def test_lines_that_come_seldom_are_of_looks_that_come_often(
     with StubGateway(Counted({PATH: recent()})) as gateway:
         assert main(["plan", "watch", "--interval", "600", "--url", gateway.url]) == 0
     assert capsys.readouterr().out.count("would do nothing") == 1
+
+
+def test_what_a_gateway_always_keeps_is_known_here() -> None:
+    """Of fewer requests it has forgotten none. The command does not load a gateway to know it."""
+    assert watch.ALWAYS_KEPT == LEAST_REMEMBERED
 
 
 def test_who_is_no_gateway_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
