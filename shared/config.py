@@ -228,8 +228,8 @@ class GatewayConfig(ServiceConfig):
     separated by commas, or * for any; empty: only the gateway's own page."""
 
     trust_templates: bool = False
-    """Let requests bring their own chat template: a sandboxed program that may take any time and
-    memory, so from clients you trust alone."""
+    """Let requests bring their own chat template: a sandboxed program, in a process that is ended
+    after 0.5 s of processor time or with 2 GiB of memory."""
 
     chat_template: Path | None = None
     """Jinja file with the model's chat template, in place of the one in its folder."""

@@ -15,7 +15,6 @@ import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
@@ -23,6 +22,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from services.gateway.limits import checked_count, refusal
+from services.gateway.text.bounded_work import WorkQueue
 from services.gateway.text.calls.thoughts import THINK, ThoughtMarks
 from services.gateway.text.grammar_process import (
     MAX_COMPILE_S,
@@ -38,7 +38,6 @@ from services.gateway.text.schemas import (
     schema_fault,
     without_part,
 )
-from shared.errors import Overloaded
 from shared.grammar import MAX_GRAMMAR_BYTES, library
 
 MAX_KNOWN = 256
@@ -52,9 +51,6 @@ MAX_SEARCH_S = 0.2
 
 QUICK_S = 0.02
 """Processor time of nearly all grammars: what takes longer waits for its like alone."""
-
-MAX_WAITING = 64
-"""Grammars that may wait in either queue to be checked; more are refused."""
 
 WHITESPACE = r"( |\n {0,24})"
 """Between the parts of JSON, where a client says nothing else: a space, or a line end and indent.
@@ -123,8 +119,9 @@ class Grammars:
     def __init__(self, check: Check | None = None) -> None:
         """check: in place and at once, of tests under virtual time."""
         self._check = check
-        self._quick = _Queue(QUICK_S, gives_up=False)  # a new process takes longer than its check
-        self._slow = _Queue(MAX_COMPILE_S, gives_up=True)
+        # A new process takes longer than a quick check.
+        self._quick = WorkQueue(GrammarProcess(QUICK_S), "grammars", gives_up=False)
+        self._slow = WorkQueue(GrammarProcess(MAX_COMPILE_S), "grammars", gives_up=True)
         self._known = _Newest[str, Verdict]()
         self._good = _Newest[bytes, str]()  # by what clients asked for
         self._first: dict[bytes, _First] = {}  # likewise, of what is being checked
@@ -181,10 +178,10 @@ class Grammars:
     async def _in_turn(self, structure: Structure) -> str:
         try:
             return await self._quick.run(
-                lambda check: self._checked(structure, check, is_quick=True)
+                lambda process: self._checked(structure, process.check, is_quick=True)
             )
         except _TakesLonger:
-            return await self._slow.run(lambda check: self._checked(structure, check))
+            return await self._slow.run(lambda process: self._checked(structure, process.check))
 
     def _checked(self, structure: Structure, check: Check, *, is_quick: bool = False) -> str:
         """Raises _TakesLonger: a quick check cannot say what becomes of it."""
@@ -233,38 +230,6 @@ class _First:
 
 class _TakesLonger(Exception):
     """Than a quick check may."""
-
-
-class _Queue:
-    """What is checked one after the other, in a process of its own."""
-
-    def __init__(self, limit_s: float, *, gives_up: bool) -> None:
-        """limit_s: see ``GrammarProcess``. gives_up: a check ends with the client that waits."""
-        self._gives_up = gives_up
-        self._process = GrammarProcess(limit_s)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
-        self._num_waiting = 0
-
-    async def run(self, check: Callable[[Check], str]) -> str:
-        """Return what it returns. Raises what it raises, and Overloaded."""
-        if self._num_waiting >= MAX_WAITING:
-            raise Overloaded("too many grammars wait to be checked", retry_after_s=1.0)
-        self._num_waiting += 1
-        try:
-            running = self._thread.submit(check, self._process.check)
-            try:
-                return await asyncio.wrap_future(running)
-            except asyncio.CancelledError:
-                # One that waits yet is cancelled with its future.
-                if self._gives_up and running.running():
-                    self._process.give_up()
-                raise
-        finally:
-            self._num_waiting -= 1
-
-    def close(self) -> None:
-        self._process.close()
-        self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 class _Newest(OrderedDict[KeyT, ValueT]):

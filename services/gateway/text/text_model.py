@@ -25,6 +25,7 @@ from services.gateway.text.detokenizer import (
     WholeTexts,
 )
 from services.gateway.text.grammars import Grammars
+from services.gateway.text.template_process import ClientTemplates
 from services.gateway.text.turn_cache import TurnCache
 from shared.errors import InvalidRequest, ModelError, Overloaded
 from shared.model_folder import ModelFolder, SpecialTokens
@@ -83,7 +84,7 @@ class TextModel:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._chat_template = chat_template
-        self._special_tokens = special_tokens
+        self._client_templates = ClientTemplates(special_tokens)
         self._byte_of_char = byte_alphabet() if _is_byte_level(tokenizer) else None
         self._pieces: dict[int, TokenPiece] = {}  # bounded by the vocabulary
         added = tokenizer.get_added_tokens_decoder().items()
@@ -121,6 +122,7 @@ class TextModel:
         """Stop the threads; a text in progress is finished first."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self.grammars.close()
+        self._client_templates.close()
 
     def name_marks(self, *texts: str) -> None:
         """Have grammars know the tokens within texts by their ids: special ones are no text, and
@@ -163,24 +165,19 @@ class TextModel:
     ) -> str:
         """Return the prompt text of a chat.
 
-        Raises InvalidRequest: see ``ChatTemplate.render``; or the client's is not valid.
+        Raises InvalidRequest: see ``ChatTemplate.render`` and ``ClientTemplates.render``.
+        Overloaded: too many large texts, or clients' templates, wait already.
         """
-        own, template = self._chat_template, rendering.chat_template
-        if own is None and template is None:
+        if rendering.chat_template is not None:
+            return await self._client_templates.render(messages, rendering)
+        own = self._chat_template
+        if own is None:
             raise InvalidRequest(
                 "this model has no chat template: use /v1/completions", param="messages"
             )
 
-        def run() -> str:
-            used = own
-            if template is not None:
-                used = ChatTemplate(template, self._special_tokens, of_client=True)
-            assert used is not None
-            return used.render(messages, rendering)
-
-        # What a client's template costs, nobody knows: not on the loop.
         given = [messages, rendering.tools, rendering.arguments]
-        return await self.offload(run, _size(given) if template is None else INLINE_CHARS + 1)
+        return await self.offload(lambda: own.render(messages, rendering), _size(given))
 
     def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Return the token sequences of words as vLLM takes them: as at the beginning of a text,

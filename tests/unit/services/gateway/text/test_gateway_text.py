@@ -10,6 +10,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -683,6 +684,33 @@ async def test_a_clients_template_is_its_own_fault() -> None:
             await model.render(hi, Rendering(chat_template=broken))
         assert caught.value.param == "chat_template"
     model.close()
+
+
+@pytest.mark.slow
+async def test_a_clients_template_may_take_neither_the_gateways_time_nor_its_memory() -> None:
+    """It is refused with the limit's name; others' are rendered meanwhile, and after it."""
+    hi = [{"role": "user", "content": "hi"}]
+    plain = Rendering(chat_template="{{ messages[0].content }}")
+    loop = "{% for i in range(9999) %}"
+    endless = loop * 3 + "{% endfor %}" * 3
+    with closing(tiny_text_model(None)) as model:
+        assert await model.render(hi, plain) == "hi"  # its process is there
+        async with asyncio.TaskGroup() as tasks:
+            slow = [tasks.create_task(refusal_of(model, hi, endless)) for _ in range(2)]
+            assert await model.render(hi, plain) == "hi"
+            assert not any(one.done() for one in slow)
+        assert all("0.5 s of processor time" in one.result() for one in slow)
+        assert "0.5 s of" in await refusal_of(model, hi, "{{ 3 ** (10 ** 8) }}")
+        assert "2 GiB of memory" in await refusal_of(model, hi, "{{ 'x' * 10 ** 10 }}")
+        assert await model.render(hi, plain) == "hi"
+
+
+async def refusal_of(model: TextModel, messages: list[dict[str, str]], template: str) -> str:
+    """What is said of a client's template."""
+    with pytest.raises(InvalidRequest) as caught:
+        await model.render(messages, Rendering(chat_template=template))
+    assert caught.value.param == "chat_template"
+    return caught.value.message
 
 
 def test_bad_words_are_tokens_with_and_without_a_space_before() -> None:

@@ -18,7 +18,8 @@ import pytest
 from tokenizers import AddedToken
 
 from services.gateway.text import grammar_process
-from services.gateway.text.grammar_process import GIVE_UP_S, GrammarProcess
+from services.gateway.text.bounded_work import GIVE_UP_S
+from services.gateway.text.grammar_process import GrammarProcess
 from services.gateway.text.grammars import Grammars, Kind, Structure, Thought
 from services.gateway.text.schemas import for_library, library_fault, schema_fault
 from shared.errors import InvalidRequest, Overloaded
@@ -340,7 +341,7 @@ async def test_a_verdict_is_remembered() -> None:
 @needs_library
 async def test_what_was_checked_before_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """While others' grammars take their time, as many as may wait."""
-    monkeypatch.setattr("services.gateway.text.grammars.MAX_WAITING", 1)
+    monkeypatch.setattr("services.gateway.text.bounded_work.MAX_WAITING", 1)
     with closing(Grammars()) as grammars:
         wanted = asked({"type": "integer", "maximum": 10**30})
         known = await grammars.checked(wanted)
@@ -359,7 +360,7 @@ async def test_a_flood_of_slow_grammars_delays_none_that_is_quick(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each gets its moment; what takes longer waits for its like, and too many are refused."""
-    monkeypatch.setattr("services.gateway.text.grammars.MAX_WAITING", 4)
+    monkeypatch.setattr("services.gateway.text.bounded_work.MAX_WAITING", 4)
     with closing(Grammars()) as grammars:
         await grammars.checked(asked(PERSON))  # the process is there
         flood = [{"anyOf": [PATTERNS, {"const": index}]} for index in range(4)]
@@ -392,7 +393,7 @@ async def test_a_machine_that_stood_still_is_no_grammars_fault() -> None:
         await grammars.checked(asked({"type": "null"}))
         queues: Any = grammars._quick, grammars._slow  # pyright: ignore[reportPrivateUsage]
         for queue in queues:
-            assert not await queue.run(lambda check: check(a_grammar({})).fault)
+            assert not await queue.run(lambda process: process.check(a_grammar({})).fault)
             queue._process._give_up_s = 0.1
             os.kill(queue._process._child.pid, signal.SIGSTOP)
         assert "too long" in (await refused(PERSON, by=grammars)).message
@@ -460,7 +461,7 @@ def test_giving_up_what_is_not_checked_ends_nothing() -> None:
 @needs_library
 async def test_few_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """While one takes its time others are told to come again."""
-    monkeypatch.setattr("services.gateway.text.grammars.MAX_WAITING", 1)
+    monkeypatch.setattr("services.gateway.text.bounded_work.MAX_WAITING", 1)
     with closing(Grammars()) as grammars:
         async with asyncio.TaskGroup() as tasks:
             first = tasks.create_task(grammars.checked(asked(PERSON)))
@@ -474,7 +475,7 @@ async def test_few_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_many_with_one_grammar_wait_for_one_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of a batch that begins; none takes another's place. The first one's client may
     leave, and a bad grammar is told to each by the name of its own field."""
-    monkeypatch.setattr("services.gateway.text.grammars.MAX_WAITING", 1)
+    monkeypatch.setattr("services.gateway.text.bounded_work.MAX_WAITING", 1)
     with closing(Grammars()) as grammars:
         async with asyncio.TaskGroup() as tasks:
             good = [tasks.create_task(grammars.checked(asked(PERSON))) for _ in range(100)]
