@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import re
+import stat
 from functools import cache
 from typing import Any, Literal, NamedTuple, get_type_hints
 
@@ -90,10 +92,23 @@ class Host:
         return "" if is_host(value) else "must be an IP address or a host name"
 
 
+class Reread:
+    """What a file may be that is read more than once: by a command first, or when it changes."""
+
+    def why_wrong(self, value: Any) -> str:
+        """See Between."""
+        try:
+            is_pipe = value is not None and stat.S_ISFIFO(os.stat(value).st_mode)
+        except (OSError, ValueError):  # who reads it says why
+            return ""
+        rule = "must be a file: a pipe is empty when it is read again"
+        return rule if is_pipe else ""
+
+
 @cache
-def rules_of(kind: type) -> dict[str, Between | AboveZero | OneOf | Host]:
+def rules_of(kind: type) -> dict[str, Between | AboveZero | OneOf | Host | Reread]:
     """Return what the fields of a record may be."""
     hints = get_type_hints(kind, include_extras=True)
     said = {name: getattr(hints[name], "__metadata__", ()) for name in hints}
-    kinds = (Between, AboveZero, OneOf, Host)
+    kinds = (Between, AboveZero, OneOf, Host, Reread)
     return {name: one for name, all_ in said.items() for one in all_ if isinstance(one, kinds)}

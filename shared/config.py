@@ -24,6 +24,7 @@ from shared.bounds import (
     OneOf,
     OverloadName,
     PlannerName,
+    Reread,
     RoutingPolicyName,
     ThoughtName,
     ToolFamily,
@@ -75,19 +76,19 @@ class ServiceConfig:
     drain_s: Annotated[float, Between(0, 3600)] = 30.0
     """Seconds to finish what is in hand after SIGTERM or Ctrl-C."""
 
-    mesh_secret_file: Path | None = None
+    mesh_secret_file: Annotated[Path | None, Reread()] = None
     """File with the mesh's secret (pdmesh secret), the same for the gateway and all workers; or the
     variable PDMESH_MESH_SECRET. Needed where the mesh leaves this machine, or with API keys."""
 
-    mesh_tls_cert: Path | None = None
+    mesh_tls_cert: Annotated[Path | None, Reread()] = None
     """Encrypt what services say to each other, with certificates at both ends: PEM file of this
     service's, and those that lead to its authority. All services of a mesh or none; a renewed file
     counts from the next connection on."""
 
-    mesh_tls_key: Path | None = None
+    mesh_tls_key: Annotated[Path | None, Reread()] = None
     """PEM file with that certificate's private key."""
 
-    mesh_tls_ca: Path | None = None
+    mesh_tls_ca: Annotated[Path | None, Reread()] = None
     """PEM file of the authorities that sign the certificates of the mesh's services alone."""
 
     allow_mixed_engines: bool = False
@@ -153,20 +154,20 @@ class GatewayConfig(ServiceConfig):
     """With conductor or local: most memory for the index of who has which prefix; 24 bytes for each
     128 tokens that a worker has. Workers for which there is no room are taken by their queues."""
 
-    tls_cert: Path | None = None
+    tls_cert: Annotated[Path | None, Reread()] = None
     """Serve clients over TLS, on HTTP and gRPC alike: PEM file with the certificate and those that
     lead to its authority. A renewed file counts from the next connection on."""
 
-    tls_key: Path | None = None
+    tls_key: Annotated[Path | None, Reread()] = None
     """PEM file with the certificate's private key."""
 
-    tls_client_ca: Path | None = None
+    tls_client_ca: Annotated[Path | None, Reread()] = None
     """Let in only clients that show a certificate of these authorities (mTLS); a PEM file."""
 
     api_key: str = ""
     """One API key that clients must send; better in PDMESH_API_KEY: others see command lines."""
 
-    api_keys: Path | None = None
+    api_keys: Annotated[Path | None, Reread()] = None
     """File of API keys, one 'name:sha256-hex' a line (see pdmesh hash-key); a changed file counts
     from the next call on. Without it and --api-key every client is let in."""
 

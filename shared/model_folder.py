@@ -7,10 +7,12 @@ never opens weights, runs no code from the folder, and follows no symlink that l
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import re
+import select
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +23,7 @@ from shared.errors import ModelError
 
 MAX_JSON_BYTES = 16 << 20
 MAX_TEMPLATE_BYTES = 1 << 20
+PIPE_WITHIN_S = 10.0
 
 GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """The keys of generation_config.json that become defaults of a request."""
@@ -63,11 +66,24 @@ def read_template(path: Path) -> str:
     try:
         if path.stat().st_size > MAX_TEMPLATE_BYTES:
             raise ModelError(f"{path} is larger than {MAX_TEMPLATE_BYTES} bytes")
-        return path.read_text(encoding="utf-8")
+        with open(path, encoding="utf-8", opener=_soon_opened) as file:
+            return file.read()
     except OSError as error:
         raise ModelError(f"chat template {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ModelError(f"{path} is not UTF-8") from error
+
+
+def _soon_opened(path: str, flags: int) -> int:
+    """Raises TimeoutError: it is a pipe that nobody writes to."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    if not poll.poll(PIPE_WITHIN_S * 1000):
+        os.close(descriptor)
+        raise TimeoutError(errno.ETIMEDOUT, "nobody writes to this pipe")
+    os.set_blocking(descriptor, True)
+    return descriptor
 
 
 def _download(name: str) -> Path:

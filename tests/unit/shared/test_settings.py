@@ -202,6 +202,15 @@ def test_a_pipe_is_no_configuration(tmp_path: Path) -> None:
         read_config(GatewayConfig, {"PDMESH_CONFIG": str(pipe)})
 
 
+@pytest.mark.parametrize("name", ["api_keys", "tls_cert", "mesh_tls_ca", "mesh_secret_file"])
+def test_a_pipe_is_none_of_the_files_that_are_read_again(name: str, tmp_path: Path) -> None:
+    """Who reads it second would find nothing, or wait for ever."""
+    os.mkfifo(pipe := tmp_path / "pipe")
+    with pytest.raises(InvalidRequest, match="a pipe is empty when it is read again") as caught:
+        read_config(GatewayConfig, {f"PDMESH_{name.upper()}": str(pipe)})
+    assert caught.value.param == name
+
+
 def test_tenants_may_stand_in_the_file_and_reach_a_child_by_its_path(file: Path) -> None:
     """The gateway reads them where they stand; workers pass them over; a file of its own wins."""
     file.write_text("[gateway]\noverload = 'early'\n[tenants.a]\nweight = 2\nttft_ms = 500\n")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import datetime
 import itertools
+import os
 import re
 import shutil
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,7 @@ from services.gateway.text.detokenizer import (
 from services.gateway.text.text_model import INLINE_CHARS, TextModel, byte_alphabet
 from shared.config import GatewayConfig
 from shared.errors import InvalidRequest, ModelError, Overloaded
-from shared.model_folder import DEMO_FOLDER, ModelFolder, SpecialTokens
+from shared.model_folder import DEMO_FOLDER, ModelFolder, SpecialTokens, read_template
 from shared.request import FinishReason, SamplingParams
 from tests.support.answer_tokens import answer_tokens
 from tests.support.tiny_tokenizer import EOS, VOCAB_SIZE, tiny_text_model, tiny_tokenizer
@@ -542,6 +544,20 @@ async def test_a_template_of_ones_own(tmp_path: Path) -> None:
             load(GatewayConfig(model=str(DEMO_FOLDER), chat_template=path))
     with pytest.raises(ModelError, match=r"no\.jinja: No such file"):
         load(GatewayConfig(model=str(DEMO_FOLDER), chat_template=tmp_path / "no.jinja"))
+
+
+def test_a_template_may_come_through_a_pipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one that nobody writes to a line says so."""
+    os.mkfifo(pipe := tmp_path / "pipe")
+    with ThreadPoolExecutor(1) as thread:
+        written = thread.submit(pipe.write_text, "{{ messages[0].content }}")
+        assert read_template(pipe) == "{{ messages[0].content }}"
+        written.result()
+    monkeypatch.setattr("shared.model_folder.PIPE_WITHIN_S", 0.05)
+    with pytest.raises(ModelError, match="nobody writes to this pipe"):
+        read_template(pipe)
 
 
 async def test_a_long_text_leaves_the_loop_to_others() -> None:
