@@ -34,6 +34,7 @@ Key = Mapping[str, str]
 """Everything that the values depend on, in words."""
 
 Measure = Callable[[], Awaitable[MachineProfile]]
+Holds = Callable[[MachineProfile], Awaitable[bool]]
 
 
 class KeptProfile(NamedTuple):
@@ -64,13 +65,18 @@ def key_of(engine: Engine, most_tokens: int) -> Key:
     }
 
 
+async def _always(_: MachineProfile) -> bool:
+    return True
+
+
 async def find_or_measure(
-    key: Key, measure: Measure, *, path: Path | None = None, is_forced: bool = False
+    key: Key, measure: Measure, *, path: Path | None = None, holds: Holds = _always
 ) -> KeptProfile:
     """Return the profile that the file holds, or measure and write it.
 
-    path: None = in the user's cache folder; a folder gets a file for each key. is_forced: measure
-    in any case. A file that cannot be written costs a warning, and the next start its seconds.
+    path: None = in the user's cache folder; a folder gets a file for each key. holds: whether what
+    is found may be used. A file that cannot be written costs a warning, and the next start its
+    seconds.
     Raises what ``measure`` raises but TransferFailed: without a message to itself a worker starts
     all the same, and without a profile.
     """
@@ -81,7 +87,7 @@ async def find_or_measure(
         digest = hashlib.sha256(orjson.dumps(key, option=orjson.OPT_SORT_KEYS)).hexdigest()
         path /= f"{digest[:16]}.json"
     async with _locked(path.parent):
-        if not is_forced and (found := _read(path, key)) is not None:
+        if (found := _read(path, key)) is not None and await holds(found):
             return _told(KeptProfile(found, path))
         began_at = time.perf_counter()
         try:

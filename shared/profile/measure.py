@@ -33,6 +33,12 @@ SHORTEST = 16
 SWEEP_S, COPIES_S = 1.2, 0.4
 """Seconds for the steps of all lengths, and for those beside copies."""
 
+CHECK_S = 0.2
+"""Seconds for the steps that a kept profile is held against."""
+
+OUTDONE_BY = 1.5
+"""So much quicker no later step is where nothing disturbed the first ones."""
+
 _MOST_ROUNDS, _LEAST_PAIRS, _NUM_MESSAGES = 20, 9, 50
 
 Stopwatch = Callable[[], float]
@@ -92,6 +98,18 @@ async def sweep(
             if stopwatch() + quickest_s[at] < ends_at:
                 quickest_s[at] = min(quickest_s[at], await step_s(compute, [row]))
     return [(len(row.token_ids), s) for row, s in zip(rows, quickest_s, strict=False)]
+
+
+async def is_outdone(
+    engine: Engine, compute: ComputeRunner, stopwatch: Stopwatch, samples: Sequence[Sample]
+) -> bool:
+    """Whether a step is now so much quicker that something disturbed the machine when it was
+    measured. That one is slower tells nothing: it may be disturbed now. Raises EngineFailed."""
+    if not samples:
+        return False
+    known = dict(samples)
+    now = await sweep(engine, compute, stopwatch, lengths=list(known), limit_s=CHECK_S)
+    return any(seconds * OUTDONE_BY < known.get(count, 0.0) for count, seconds in now)
 
 
 def doubled(shortest: int, longest: int) -> list[int]:

@@ -21,7 +21,7 @@ from shared.engine.worker import ComputeRunner, ThreadCompute
 from shared.mesh_secret import MeshSecret, mesh_secret
 from shared.profile.kept import KeptProfile, find_or_measure, key_of
 from shared.profile.machine import MachineProfile
-from shared.profile.measure import measure
+from shared.profile.measure import is_outdone, measure
 from shared.profile.measure_steps import fitted_profile, measure_steps
 from shared.profile.step_profile import StepProfile
 from shared.rpc.tls import MeshTls
@@ -150,14 +150,16 @@ async def _profile(
     most_tokens = config.max_step_tokens
 
     async def measure_now() -> MachineProfile:
-        begins("measuring this machine, once")
+        begins("measuring this machine")
         return await measure(engine, compute, transport, time.perf_counter, most_tokens=most_tokens)
 
+    async def holds(found: MachineProfile) -> bool:
+        return not is_forced and not await is_outdone(
+            engine, compute, time.perf_counter, found.samples
+        )
+
     return await find_or_measure(
-        key_of(engine, most_tokens),
-        measure_now,
-        path=config.profile_file,
-        is_forced=is_forced,
+        key_of(engine, most_tokens), measure_now, path=config.profile_file, holds=holds
     )
 
 

@@ -19,7 +19,7 @@ from shared.profile.machine import (
     saturating_tokens,
     tokens_per_s,
 )
-from shared.profile.measure import SWEEP_S, doubled, measure, sweep
+from shared.profile.measure import SWEEP_S, doubled, is_outdone, measure, sweep
 from tests.support.loopback import LoopbackFabric, LoopbackSettings
 from tests.support.transfer_ends import in_virtual_time
 from tests.support.virtual_compute import VirtualCompute
@@ -108,6 +108,18 @@ async def test_a_sweep_ends_with_the_lengths_the_pool_or_the_time(
     assert clock() <= SWEEP_S + samples[0][1]
 
 
+@in_virtual_time
+async def test_a_quicker_step_outdoes_what_was_measured():
+    """Something disturbed the machine then; a slower one may be disturbed now."""
+    engine = an_engine(512, base_s=0.001, prefill_token_s=1e-6)
+    clock, compute = asyncio.get_running_loop().time, VirtualCompute(engine)
+    samples = await sweep(engine, compute, clock, lengths=doubled(16, 128))
+    for slower, is_wrong in ((1.0, False), (2.0, True), (0.5, False)):
+        kept = [(count, slower * seconds) for count, seconds in samples]
+        assert await is_outdone(engine, compute, clock, kept) == is_wrong
+    assert not await is_outdone(engine, compute, clock, [])
+
+
 # --- and remembered -------------------------------------------------------------------------------
 
 
@@ -127,7 +139,7 @@ class Measurer:
 
 
 async def test_the_second_start_finds_what_the_first_measured(tmp_path: Path):
-    """To the last digit, and says so; unless it is told to measure."""
+    """To the last digit, and says so; unless it holds no longer."""
     path, measurer = tmp_path / "new" / "profile.json", Measurer()
     first = await find_or_measure(KEY, measurer, path=path)
     assert first.took_s > 0
@@ -135,7 +147,11 @@ async def test_the_second_start_finds_what_the_first_measured(tmp_path: Path):
         assert await find_or_measure(KEY, measurer, path=path) == KeptProfile(PROFILE, path)
     assert [line["event"] for line in lines] == ["machine known from an earlier start"]
     assert measurer.num_asked == 1
-    await find_or_measure(KEY, measurer, path=path, is_forced=True)
+
+    async def holds(found: MachineProfile) -> bool:
+        return found != PROFILE
+
+    await find_or_measure(KEY, measurer, path=path, holds=holds)
     assert measurer.num_asked == 2
 
 
