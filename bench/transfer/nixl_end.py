@@ -1,8 +1,9 @@
 """One end of a NIXL transfer, run by the interpreter of NIXL's own environment.
 
-Speaks the JSON lines of ``pairs.py``. One-sided writes with a notification each; the receiver
-counts those and notifies back. Progress thread off: with it on, a message takes 16 ms here.
-Imports nothing of pdmesh.
+Speaks the JSON lines of ``pairs.py``. One-sided writes with a notification each, out of a pool and
+into one: each of those in flight has a place of its own, as KV has, of one piece or of several that
+lie apart (a descriptor each). The receiver counts notifications and notifies back. Progress thread
+off: with it on, a message takes 16 ms here. Imports nothing of pdmesh.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import json
 import os
 import sys
 import time
+from collections import deque
 from typing import Any
 
 import nixl_cu12 as nixl  # pyright: ignore[reportMissingImports]
 import numpy as np
 
 WINDOW = 32
-MAX_BYTES = 64 << 20
+POOL_BYTES = 256 << 20
 
 
 def say(answer: Any) -> None:
@@ -26,15 +28,16 @@ def say(answer: Any) -> None:
 
 
 class End:
-    """An agent, its one registered buffer and its one peer."""
+    """An agent, its one registered pool and its one peer."""
 
-    def __init__(self, name: str, error_handling: str) -> None:
+    def __init__(self, name: str, error_handling: str, num_pieces: int) -> None:
         settings = nixl.nixl_agent_config(enable_prog_thread=False, backends=[])
         self._agent = nixl.nixl_agent(name, settings)
         self._agent.create_backend("UCX", {"ucx_error_handling_mode": error_handling})
-        self.buffer = np.ones(MAX_BYTES, np.uint8)
-        self._address = int(self.buffer.ctypes.data)
-        self._agent.register_memory([(self._address, MAX_BYTES, 0, "")], "DRAM")
+        self.pool = np.ones(POOL_BYTES, np.uint8)
+        self._num_pieces = num_pieces
+        self._address = int(self.pool.ctypes.data)
+        self._agent.register_memory([(self._address, POOL_BYTES, 0, "")], "DRAM")
         self._peer = ""
         self._peer_address = 0
 
@@ -50,10 +53,14 @@ class End:
         self._peer = name.decode() if isinstance(name, bytes) else name
         self._peer_address = peer["address"]
 
-    def prepare(self, num_bytes: int) -> Any:
-        """A write of the buffer's first bytes, to be started as often as wanted."""
-        here = self._agent.get_xfer_descs([(self._address, num_bytes, 0)], "DRAM")
-        there = self._agent.get_xfer_descs([(self._peer_address, num_bytes, 0)], "DRAM")
+    def prepare(self, num_bytes: int, place: int) -> Any:
+        """A write into one of the places of such messages, to be started as often as wanted."""
+        piece, stride = num_bytes // self._num_pieces, num_places(num_bytes)
+        offsets = [(idx * stride + place) * piece for idx in range(self._num_pieces)]
+        here, there = (
+            self._agent.get_xfer_descs([(base + offset, piece, 0) for offset in offsets], "DRAM")
+            for base in (self._address, self._peer_address)
+        )
         return self._agent.initialize_xfer("WRITE", here, there, self._peer, b"d")
 
     def release(self, handle: Any) -> None:
@@ -88,13 +95,19 @@ class End:
                 os.sched_yield()
 
 
+def num_places(num_bytes: int) -> int:
+    """How many messages of this size have a place of their own."""
+    return min(WINDOW, POOL_BYTES // num_bytes)
+
+
 def send(end: End, num_bytes: int, count: int, window: int) -> None:
-    """Write ``count`` times, ``window`` at once; return when the other end has all."""
-    handles = [end.prepare(num_bytes) for _ in range(min(window, count))]
-    idle, busy, started = list(handles), [], 0
+    """Write ``count`` times, ``window`` at most at once; return when the other end has all."""
+    window = min(window, count, num_places(num_bytes))
+    handles = [end.prepare(num_bytes, place) for place in range(window)]
+    idle, busy, started = deque(handles), [], 0
     while started < count or busy:
         while idle and started < count:
-            handle = idle.pop()
+            handle = idle.popleft()
             started += 1
             (idle if end.start(handle) else busy).append(handle)
         done = [handle for handle in busy if end.is_done(handle)]
@@ -111,9 +124,10 @@ def send(end: End, num_bytes: int, count: int, window: int) -> None:
 def main() -> None:
     """Obey the parent."""
     name, core, error_handling = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    num_pieces = int(sys.argv[4])
     if core >= 0:
         os.sched_setaffinity(0, {core})
-    end = End(name, error_handling)
+    end = End(name, error_handling, num_pieces)
     say(end.address())
     end.connect(json.loads(sys.stdin.readline()))
     say("")
@@ -121,14 +135,15 @@ def main() -> None:
         job = json.loads(line)
         num_bytes, count = job["num_bytes"], job["count"]
         if job["end"] == "receive":
-            end.buffer[:num_bytes] = 0
+            end.pool[:] = 0
             say("posted")
             rounds = count if job["is_latency"] else 1
             for _ in range(rounds):
                 end.wait(count // rounds)
                 end.notify()
             end.num_notified()
-            if not end.buffer[:num_bytes].all():
+            num_written = 1 if job["is_latency"] else min(count, num_places(num_bytes))
+            if np.count_nonzero(end.pool) != num_written * num_bytes:
                 sys.exit("the bytes did not arrive")
             continue
         times = []

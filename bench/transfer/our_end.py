@@ -29,9 +29,10 @@ from shared.worker.process import SWITCH_INTERVAL_S
 async def serve(how: str) -> None:
     """Obey the parent: open, connect, then send or receive batches.
 
-    how: "windows" or "messages" of host memory, "served" (``served_end.py``), or "cuda": messages
-    of the first device's.
+    how: "windows" or "messages" of host memory, each also "as served" (``served_end.py``), or
+    "cuda": messages of the first device's.
     """
+    is_served = how.endswith("as served")
     new_buffer, prepare = host_buffer, None
     if how == "cuda":
         new_buffer, prepare = device_buffer, enter_device
@@ -51,12 +52,13 @@ async def serve(how: str) -> None:
     while line := await reader.readline():
         job = json.loads(line)
         num_bytes = job["num_bytes"]
-        if how == "served" and job["end"] == "receive":
+        if is_served and job["end"] == "receive":
             if num_bytes not in sinks:
-                sinks = {num_bytes: await Sink.open(transport, num_bytes, WINDOW)}
+                has_windows = how.startswith("windows")
+                sinks = {num_bytes: await Sink.open(transport, num_bytes, has_windows=has_windows)}
             await sinks[num_bytes].receive(transport, endpoint, job)
             continue
-        if how == "served":
+        if is_served:
             if num_bytes not in sources:
                 sources = {num_bytes: await Source.open(endpoint, job["posted"], num_bytes)}
             await send_served(transport, endpoint, sources[num_bytes], job)
@@ -194,7 +196,7 @@ async def send_served(
         await source.send(transport, endpoint, job, 0, job["count"])
     took_s = time.perf_counter() - began_at
     cores = (time.process_time() - cpu_began) / took_s
-    say({"seconds": took_s, "each": times, "cores": cores, "lane": "sysv"})
+    say({"seconds": took_s, "each": times, "cores": cores, "lane": ""})
 
 
 def settle(buffer: Any) -> None:

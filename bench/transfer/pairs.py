@@ -123,7 +123,7 @@ class Pair:
             "tag": self._next_tag,
             "is_latency": is_latency,
         }
-        self._next_tag += 2 * count
+        self._next_tag += 3 * count
         self.target.tell({**job, "end": "receive"})
         posted = self.target.answer()
         self.source.tell({**job, "end": "send", "posted": posted})
@@ -141,8 +141,8 @@ class Pair:
 
 
 def our_pair(environment: Mapping[str, str], cores: Cores, how: str) -> Pair:
-    """Our Transport. how: "windows" where processes share memory, "messages", "served": windows as
-    the mesh uses them, or "cuda": messages of a device's memory."""
+    """Our Transport. how: "windows" where processes share memory, or "messages"; each, followed by
+    " as served", as the mesh uses them; or "cuda": messages of a device's memory."""
     return Pair([sys.executable, "-m", "bench.transfer.our_end"], environment, cores, how)
 
 
@@ -161,32 +161,44 @@ def copying_pair(device: str, cores: Cores) -> Pair:
 
 
 def measure_perftest(
-    environment: Mapping[str, str], cores: Cores, num_bytes: int, count: int, memory: str = "host"
+    environment: Mapping[str, str],
+    cores: Cores,
+    num_bytes: int,
+    count: int,
+    *,
+    test: str = "tag_bw",
+    memory: str = "host",
 ) -> float:
-    """GB/s of ``ucx_perftest -t tag_bw`` with error handling on (-e), both ends busy-polling.
+    """GB/s of ``ucx_perftest -t TEST`` with error handling on (-e), both ends busy-polling.
 
-    memory: "host" or "cuda", of both ends' buffers.
+    test: "tag_bw", messages; "ucp_put_bw", writes into one buffer of the other end's. memory:
+    "host" or "cuda", of both ends' buffers.
 
     One that ends in an error is told and run again, twice at most: now and then its server does not
     come up. Raises RuntimeError: its last words.
     """
     for _ in range(2):
         try:
-            return _run_perftest(environment, cores, num_bytes, count, memory)
+            return _run_perftest(environment, cores, num_bytes, count, test, memory)
         except RuntimeError as error:
             print(f"ucx_perftest, {num_bytes} bytes, once more: {error}", file=sys.stderr)
-    return _run_perftest(environment, cores, num_bytes, count, memory)
+    return _run_perftest(environment, cores, num_bytes, count, test, memory)
 
 
 def _run_perftest(
-    environment: Mapping[str, str], cores: Cores, num_bytes: int, count: int, memory: str
+    environment: Mapping[str, str],
+    cores: Cores,
+    num_bytes: int,
+    count: int,
+    test: str,
+    memory: str,
 ) -> float:
     root = ucx_root()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [
-        str(root / "bin" / "ucx_perftest"), "-t", "tag_bw", "-e", "-f", "-v", "-p", str(port),
+        str(root / "bin" / "ucx_perftest"), "-t", test, "-e", "-f", "-v", "-p", str(port),
         "-s", str(num_bytes), "-n", str(count), "-w", str(max(2, count // 10)), "-O", str(WINDOW),
         "-m", memory,
     ]  # fmt: skip

@@ -3,10 +3,10 @@
     python -m bench.transfer.run [--quick] [--lanes sysv tcp] [--sizes ...] [--repetitions N]
     python -m bench.transfer.run --lanes cuda_ipc --pin -1 -1    # a device's memory
 
-GB/s between two processes: ``ucx_perftest -t tag_bw`` on the same lane with the same settings, as
-it is and with a send buffer that was written, our Transport, NIXL and Mooncake's engine, one after
-the other in every repetition, so that what disturbs the machine disturbs all. What the numbers
-mean: README.md beside this file.
+GB/s between two processes: ``ucx_perftest`` on the same lane with the same settings (``tag_bw`` for
+messages, as it is and with a send buffer that was written; ``ucp_put_bw`` for windows), our
+Transport, NIXL and Mooncake's engine, one after the other in every repetition, so that what
+disturbs the machine disturbs all. What the numbers mean: README.md beside this file.
 """
 
 from __future__ import annotations
@@ -45,15 +45,19 @@ SIZES = (256 << 10, 1 << 20, 8 << 20, 64 << 20)
 ROW = 4
 
 OURS, BY_MESSAGES, SERVED = "pdmesh", "pdmesh, by messages", "pdmesh, as served"
-ANCHOR, WRITTEN = "ucx_perftest", "ucx_perftest, written"
+ANCHOR, WRITTEN, PUT = "ucx_perftest", "ucx_perftest, written", "ucx_perftest, ucp_put_bw"
 COPY = "cudaMemcpy"
 SHARE, CUDA_SHARE = 0.95, 0.9
 """Goals: of perftest's rate, in host memory and in a device's."""
+SERVED_SHARE = 0.5
+"""Goal of what a mesh does: each end copies and takes a digest, where ``ucp_put_bw`` copies once
+and nobody reads it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rival:
-    """A peer on one lane. variables: its best known settings; extra: of its end program."""
+    """A peer on one lane. variables: its best known settings; extra: of its end program, for NIXL
+    how it handles errors and in how many pieces a message lies."""
 
     name: str
     peer: str
@@ -72,16 +76,21 @@ class Rival:
 
 
 # NIXL's mode is that of its UCX backend. "peer" notices a dead process, "none" does not.
+_NIXL_TCP, _NIXL_SYSV = (("UCX_TLS", "tcp"),), (("UCX_MM_ERROR_HANDLING", "y"),)
 RIVALS = (
-    Rival("NIXL", "nixl", "tcp", (("UCX_TLS", "tcp"),), ("peer",)),
-    Rival("NIXL", "nixl", "sysv", (("UCX_MM_ERROR_HANDLING", "y"),), ("peer",)),
-    Rival("NIXL, no failure detection", "nixl", "sysv", (), ("none",)),
+    Rival("NIXL", "nixl", "tcp", _NIXL_TCP, ("peer", "1")),
+    Rival("NIXL, 16 descriptors", "nixl", "tcp", _NIXL_TCP, ("peer", "16")),
+    Rival("NIXL", "nixl", "sysv", _NIXL_SYSV, ("peer", "1")),
+    Rival("NIXL, 16 descriptors", "nixl", "sysv", _NIXL_SYSV, ("peer", "16")),
+    Rival("NIXL, no failure detection", "nixl", "sysv", (), ("none", "1")),
     Rival("Mooncake", "mooncake", "tcp", (("MC_TCP_ENABLE_CONNECTION_POOL", "1"),)),
 )
 
 
 HOW = {"sysv": "windows", CUDA: "cuda"}
 """How ours sends on a lane, if not by messages of host memory."""
+
+OF_THIS_HOUSE = (OURS, BY_MESSAGES, SERVED)
 
 
 class Lane:
@@ -103,20 +112,24 @@ class Lane:
         self.environment = without_ucx()
         UcxSettings(tls=LANES[name]).apply_to(self.environment)
         self._memory = "cuda" if name == CUDA else "host"
-        self._anchors = {ANCHOR: self.environment}
+        self._anchors = {ANCHOR: ("tag_bw", self.environment)}
         if name != CUDA:
-            self._anchors[WRITTEN] = {**self.environment, **written}
+            self._anchors[WRITTEN] = ("tag_bw", {**self.environment, **written})
+        if name == "sysv":
+            self._anchors[PUT] = ("ucp_put_bw", {**self.environment, **written})
         self.speeds: dict[tuple[str, int], list[float]] = {}
         self.waits: dict[tuple[str, int], list[float]] = {}
         self.device = ""
         self._openers: dict[str, Callable[[], Pair]] = {
             OURS: lambda: our_pair(self.environment, cores, HOW.get(name, "messages"))
         }
-        if name == CUDA:
-            self._openers[COPY] = lambda: copying_pair("cuda:0", cores)
         if name == "sysv":
             self._openers[BY_MESSAGES] = lambda: our_pair(self.environment, cores, "messages")
-            self._openers[SERVED] = lambda: our_pair(self.environment, cores, "served")
+        if name == CUDA:
+            self._openers[COPY] = lambda: copying_pair("cuda:0", cores)
+        else:
+            how = f"{HOW.get(name, 'messages')} as served"
+            self._openers[SERVED] = lambda: our_pair(self.environment, cores, how)
         for rival in RIVALS:
             if rival.lane == name and peers.installed(rival.peer) is not None:
                 self._openers[rival.name] = lambda rival=rival: rival.open(cores)
@@ -151,8 +164,10 @@ class Lane:
 
     def _anchor_speeds(self, num_bytes: int, count: int) -> dict[str, float]:
         return {
-            name: measure_perftest(environment, self._cores, num_bytes, count, self._memory)
-            for name, environment in self._anchors.items()
+            name: measure_perftest(
+                environment, self._cores, num_bytes, count, test=test, memory=self._memory
+            )
+            for name, (test, environment) in self._anchors.items()
         }
 
     def messages_of(self, num_bytes: int) -> int:
@@ -162,8 +177,8 @@ class Lane:
     def rows(self) -> list[dict[str, Any]]:
         """One row a size and party."""
         rows: list[dict[str, Any]] = []
+        ours = [name for name in self.names if name in OF_THIS_HOUSE]
         for num_bytes in self.sizes:
-            ours = self.speeds[OURS, num_bytes]
             for name in (OURS, *self._anchors, *self.names[1:]):
                 theirs = self.speeds[name, num_bytes]
                 waits = sorted(self.waits.get((name, num_bytes), []))
@@ -175,7 +190,9 @@ class Lane:
                         "messages": self.messages_of(num_bytes),
                         "name": name,
                         "gb_per_s": spread(theirs),
-                        "ours_over_this": ratios(ours, theirs),
+                        "over_this": {
+                            one: ratios(self.speeds[one, num_bytes], theirs) for one in ours
+                        },
                         "one_by_one_p50_us": percentile(waits, 0.5) * 1e6,
                         "one_by_one_p99_us": percentile(waits, 0.99) * 1e6,
                     }
@@ -189,22 +206,30 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 
 
 def note_goals(record: Record, rows: Sequence[dict[str, Any]]) -> None:
-    """Against perftest every size is a goal; against a peer its best size is; a plain copy is a
-    limit that nobody who tells the other end can reach."""
+    """Against perftest every size is a goal: messages beside ``tag_bw``, windows beside
+    ``ucp_put_bw``, and what a mesh does beside either. Against a peer, what a mesh does at the
+    peer's best size is. A plain copy is a limit that nobody who tells the other end can reach."""
     for row in rows:
-        if row["name"] in (ANCHOR, WRITTEN):
-            sends = " that sends written memory" if row["name"] == WRITTEN else ""
-            what = f"{row['lane']} {show_bytes(row['num_bytes'])}: share of ucx_perftest{sends}"
-            share = CUDA_SHARE if row["lane"] == CUDA else SHARE
-            record.goal(ROW, what, row["ours_over_this"], ">=", share)
+        lane, name, over = row["lane"], row["name"], row["over_this"]
+        size = f"{lane} {show_bytes(row['num_bytes'])}"
+        if name in (ANCHOR, WRITTEN):
+            sends = " that sends written memory" if name == WRITTEN else ""
+            ours, how = (BY_MESSAGES, ", by messages") if BY_MESSAGES in over else (OURS, "")
+            share = CUDA_SHARE if lane == CUDA else SHARE
+            record.goal(ROW, f"{size}{how}: share of ucx_perftest{sends}", over[ours], ">=", share)
+        if name == PUT:
+            record.goal(ROW, f"{size}: share of ucp_put_bw", over[OURS], ">=", SHARE)
+        if name == (PUT if lane == "sysv" else WRITTEN) and SERVED in over:
+            what = f"{size}, as served: share of {'ucp_put_bw' if name == PUT else 'ucx_perftest'}"
+            record.goal(ROW, what, over[SERVED], ">=", SERVED_SHARE)
     for lane, name in dict.fromkeys((row["lane"], row["name"]) for row in rows):
-        if name in (OURS, BY_MESSAGES, SERVED, ANCHOR, WRITTEN, COPY):
+        if name in (*OF_THIS_HOUSE, ANCHOR, WRITTEN, PUT, COPY):
             continue
         mine = [row for row in rows if (row["lane"], row["name"]) == (lane, name)]
-        worst = min(mine, key=lambda row: row["ours_over_this"]["median"])
-        size = show_bytes(worst["num_bytes"])
-        what = f"{lane}: times {name}, at its best size ({size})"
-        record.goal(ROW, what, worst["ours_over_this"], ">", 1.0)
+        worst = min(mine, key=lambda row: row["over_this"][SERVED]["median"])
+        what = f"{lane}, as served: times {name}, at its best size"
+        what += f" ({show_bytes(worst['num_bytes'])})"
+        record.goal(ROW, what, worst["over_this"][SERVED], ">", 1.0)
 
 
 def show_bytes(num_bytes: int) -> str:
@@ -214,13 +239,14 @@ def show_bytes(num_bytes: int) -> str:
 
 def show(row: dict[str, Any]) -> str:
     """One line of a row."""
-    speed, ratio = row["gb_per_s"], row["ours_over_this"]
+    speed = row["gb_per_s"]
     line = (
         f"{row['lane']:8} {show_bytes(row['num_bytes']):8} {row['name']:28}"
         f"{speed['median']:6.2f} GB/s [{speed['min']:5.2f} .. {speed['max']:5.2f}]"
     )
-    if row["name"] != OURS:
-        line += f"  ours/this {ratio['median']:5.2f} [{ratio['min']:.2f} .. {ratio['max']:.2f}]"
+    for ours, ratio in row["over_this"].items():
+        if row["name"] not in OF_THIS_HOUSE:
+            line += f"  {ours} {ratio['median']:.2f} x [{ratio['min']:.2f} .. {ratio['max']:.2f}]"
     if row["one_by_one_p50_us"]:
         p50, p99 = row["one_by_one_p50_us"], row["one_by_one_p99_us"]
         line += f"  one by one {p50:7.0f} / {p99:.0f} us"

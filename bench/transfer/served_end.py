@@ -1,6 +1,6 @@
-"""Frames as the mesh moves them between two processes of one host: gathered out of a pool into one
-of the windows that the receiver has room for, with a digest; verified and copied out into a pool
-there, and only then is the window free again.
+"""Frames as the mesh moves them between two processes: gathered out of a pool, with a digest, into
+one of the windows that the receiver has room for, or into staging and sent as a message; verified
+and copied out into a pool there, and only then is the receiver's room free again.
 
 The ends' work is in line, where a worker has a thread for it; what they do is the same.
 """
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from bench.transfer.end import done, say
+from bench.transfer.pairs import WINDOW
 from shared.engine.memory.staging import digest
 from shared.transfer.frames import HEADER_BYTES
 from shared.transport.ucxx import UcxEndpoint, UcxTransport
@@ -29,43 +30,56 @@ def new_pool(num_bytes: int) -> np.ndarray:
     return np.ones((max(1, POOL_BYTES // num_bytes), num_bytes), np.uint8)
 
 
-class Sink:
-    """The windows and the pool of one size."""
+def num_slots(num_bytes: int) -> int:
+    """Frames that staging has room for, and two at least."""
+    return max(2, min(WINDOW, STAGING_BYTES // num_bytes))
 
-    def __init__(self, windows: list[Any], num_bytes: int) -> None:
-        self._windows = [np.frombuffer(window.memory, np.uint8) for window in windows]
-        self.keys = ",".join(window.key.hex() for window in windows)
-        self._headers = np.zeros((len(windows), HEADER_BYTES), np.uint8)
+
+class Sink:
+    """The room and the pool of one size. keys: of windows, where it is the sender that writes."""
+
+    def __init__(self, slots: list[np.ndarray], keys: str, num_bytes: int) -> None:
+        self._slots = slots
+        self._keys = keys
+        self._headers = np.zeros((len(slots), HEADER_BYTES), np.uint8)
         self._pool = new_pool(num_bytes)
 
     @classmethod
-    async def open(cls, transport: UcxTransport, num_bytes: int, most: int) -> Sink:
-        """Have as many windows as staging holds, and two at least."""
-        count = max(2, min(most, STAGING_BYTES // num_bytes))
-        windows = [await transport.new_window(num_bytes) for _ in range(count)]
-        if None in windows:
+    async def open(cls, transport: UcxTransport, num_bytes: int, *, has_windows: bool) -> Sink:
+        """Have as many slots as staging holds."""
+        if not has_windows:
+            return cls(list(np.ones((num_slots(num_bytes), num_bytes), np.uint8)), "", num_bytes)
+        windows = [await transport.new_window(num_bytes) for _ in range(num_slots(num_bytes))]
+        found = [window for window in windows if window is not None]
+        if len(found) < len(windows):
             raise SystemExit("no window")
-        return cls(windows, num_bytes)
+        slots = [np.frombuffer(window.memory, np.uint8) for window in found]
+        return cls(slots, ",".join(window.key.hex() for window in found), num_bytes)
 
     async def receive(
         self, transport: UcxTransport, endpoint: UcxEndpoint, job: dict[str, Any]
     ) -> None:
-        """Verify and place a batch, frame by frame, and give each frame's window back."""
-        count, tag, num_slots = job["count"], job["tag"], len(self._windows)
+        """Verify and place a batch, frame by frame, and give each frame's room back."""
+        count, tag, num_slots = job["count"], job["tag"], len(self._slots)
         self._pool[:count] = 0
 
-        def post(idx: int) -> Any:
-            return transport.receive(
-                endpoint, self._headers[idx % num_slots], HEADER_BYTES, tag + idx
-            )
+        def post(idx: int) -> list[Any]:
+            slot = idx % num_slots
+            header, payload = self._headers[slot], self._slots[slot]
+            posted = [transport.receive(endpoint, header, HEADER_BYTES, tag + idx)]
+            if not self._keys:
+                room = transport.receive(endpoint, payload, len(payload), tag + 2 * count + idx)
+                posted.append(room)
+            return posted
 
         posted = deque(post(idx) for idx in range(min(num_slots, count)))
         credit, credits_ = np.zeros(1, np.uint8), deque[Any]()
-        say(self.keys)
+        say(self._keys)
         for idx in range(count):
-            await done(posted.popleft())
+            for operation in posted.popleft():
+                await done(operation)
             slot = idx % num_slots
-            payload = self._windows[slot]
+            payload = self._slots[slot]
             if digest(payload) != int.from_bytes(self._headers[slot, :8].tobytes(), "little"):
                 raise SystemExit("a frame arrived damaged")
             np.copyto(self._pool[idx % len(self._pool)], payload)
@@ -79,21 +93,26 @@ class Sink:
 
 
 class Source:
-    """The mapped windows of one size, and the pool."""
+    """The receiver's windows of one size, mapped, or staging of its own; and the pool."""
 
-    def __init__(self, windows: list[np.ndarray], num_bytes: int) -> None:
-        self._windows = windows
-        self._headers = np.zeros((len(windows), HEADER_BYTES), np.uint8)
+    def __init__(self, slots: list[np.ndarray], num_bytes: int, *, has_windows: bool) -> None:
+        self._slots = slots
+        self._has_windows = has_windows
+        self._headers = np.zeros((len(slots), HEADER_BYTES), np.uint8)
         self._pool = new_pool(num_bytes)
         self._credit = np.zeros(1, np.uint8)
 
     @classmethod
     async def open(cls, endpoint: UcxEndpoint, keys: str, num_bytes: int) -> Source:
-        """Map the other end's windows."""
+        """Map the other end's windows, if it has any."""
+        if not keys:
+            slots = list(np.ones((num_slots(num_bytes), num_bytes), np.uint8))
+            return cls(slots, num_bytes, has_windows=False)
         windows = [await endpoint.map_window(bytes.fromhex(key)) for key in keys.split(",")]
         if None in windows:
             raise SystemExit("no window")
-        return cls([np.frombuffer(memory, np.uint8) for memory in windows if memory], num_bytes)
+        slots = [np.frombuffer(memory, np.uint8) for memory in windows if memory]
+        return cls(slots, num_bytes, has_windows=True)
 
     async def send(
         self,
@@ -103,18 +122,21 @@ class Source:
         first: int,
         stop: int,
     ) -> None:
-        """Send some frames of a batch, no more than there are windows beyond what was placed."""
+        """Send some frames of a batch, no more than there is room for beyond what was placed."""
         count, tag = job["count"], job["tag"]
         given, sent = deque[Any](), deque[Any]()
         for idx in range(first, stop):
-            if len(given) == len(self._windows):
+            if len(given) == len(self._slots):
                 await done(given.popleft())
-                await done(sent.popleft())
-            slot = idx % len(self._windows)
-            payload, header = self._windows[slot], self._headers[slot]
+                for operation in sent.popleft():
+                    await done(operation)
+            slot = idx % len(self._slots)
+            payload, header = self._slots[slot], self._headers[slot]
             np.copyto(payload, self._pool[idx % len(self._pool)])
             header[:8] = np.frombuffer(digest(payload).to_bytes(8, "little"), np.uint8)
             given.append(transport.receive(endpoint, self._credit, 1, tag + count + idx))
-            sent.append(endpoint.send(header, HEADER_BYTES, tag + idx))
-        for operation in (*sent, *given):
+            sent.append([endpoint.send(header, HEADER_BYTES, tag + idx)])
+            if not self._has_windows:
+                sent[-1].append(endpoint.send(payload, len(payload), tag + 2 * count + idx))
+        for operation in (*(one for each in sent for one in each), *given):
             await done(operation)

@@ -62,12 +62,13 @@ def test_a_plain_copy_arrives_in_the_other_process() -> None:
 
 
 @pytest.mark.ucx
-def test_frames_as_the_mesh_moves_them_are_verified_and_placed() -> None:
-    """More than there are windows, so that each waits for its window to be free again; the
+@pytest.mark.parametrize(("lane", "how"), [("sysv", "windows"), ("tcp", "messages")])
+def test_frames_as_the_mesh_moves_them_are_verified_and_placed(lane: str, how: str) -> None:
+    """More than there is room for, so that each waits for its room to be free again; the
     receiver checks digests and its pool."""
     environment = without_ucx()
-    UcxSettings(tls="sysv,self").apply_to(environment)
-    pair = our_pair(environment, (-1, -1), "served")
+    UcxSettings(tls=f"{lane},self").apply_to(environment)
+    pair = our_pair(environment, (-1, -1), f"{how} as served")
     try:
         assert pair.stream(1 << 20, 80)["gb_per_s"] > 0
         assert pair.stream(64 << 20, 5)["gb_per_s"] > 0
