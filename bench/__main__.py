@@ -46,7 +46,7 @@ TITLES = {
     14: "pools that move beside fixed roles",
     15: "one host beside vLLM's server",
     16: "which worker gets a prompt whose prefix others have",
-    17: "conversations through five workers, by policy",
+    17: "conversations through real workers: policies, predictions, KV below the pool",
     18: "the simulator's CPU a request",
     19: "the autoscaler beside an oracle",
     20: "a live mesh beside its simulation",

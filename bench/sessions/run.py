@@ -3,7 +3,8 @@
     python -m bench.sessions.run [--quick] [--policies least_loaded local conductor]
 
 Each policy gets a mesh of its own, three prefill and two decode workers with the native CPU engine,
-and the same requests at the same times. README.md has the rest.
+and the same requests at the same times; the last one also one worker of each role, with a core
+each, and fewer requests. How far off its predictions were is in every row. README.md has the rest.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import sys
 import tempfile
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
+
+import aiohttp
 
 from bench.disaggregation.run import VOCAB, make_model
 from bench.record import Record, ratios, spread
@@ -32,6 +35,8 @@ HERE: Final = Path(__file__).parent
 BASE, BEST = "least_loaded", "conductor"
 POLICIES: Final = (BASE, "local", BEST)
 NUM_PREFILL, NUM_DECODE = 3, 2
+ALONE_SHARE: Final = 0.25
+"""Of the requests a second, to one worker of each role."""
 
 SOURCE: Final = Sessions(
     "mooncake", Lengths(6909, 20_000, 20_000), Lengths(350, 597, 2000), new_share=0.25, num_open=16
@@ -43,9 +48,19 @@ FIT: Final = Fit(scale=0.25, max_input=1920, max_output=24)
 BLOCK_SIZE: Final = 16
 
 
+class Mesh(NamedTuple):
+    """Workers."""
+
+    num_prefill: int
+    num_decode: int
+
+    def __str__(self) -> str:
+        return f"{self.num_prefill}+{self.num_decode}"
+
+
 @contextlib.asynccontextmanager
-async def a_mesh(folder: Path, policy: str) -> AsyncGenerator[str]:
-    """Start five workers and a gateway."""
+async def a_mesh(folder: Path, policy: str, mesh: Mesh) -> AsyncGenerator[str]:
+    """Start workers and a gateway."""
     common: dict[str, Any] = {
         "model": str(folder), "device": "cpu", "threads": 1, "kv_gib": 0.5,
     }  # fmt: skip
@@ -53,16 +68,18 @@ async def a_mesh(folder: Path, policy: str) -> AsyncGenerator[str]:
         model=str(folder), policy=policy, http_port=0, grpc_port=0, mesh_port=0, max_waiting=4096
     )
     services = plan_services(
-        gateway, [PrefillConfig(**common)] * NUM_PREFILL, [DecodeConfig(**common)] * NUM_DECODE
+        gateway,
+        [PrefillConfig(**common)] * mesh.num_prefill,
+        [DecodeConfig(**common)] * mesh.num_decode,
     )
     with tempfile.TemporaryDirectory() as logs:
         log = Path(logs) / "log"
-        async with local_mesh(services, log=log, restart=False) as mesh:
-            await wait_for_pair(mesh.http_url, 120)
+        async with local_mesh(services, log=log, restart=False) as running:
+            await wait_for_pair(running.http_url, 120)
             async with asyncio.timeout(240):
-                while log.read_text().count("KV pool is resident") < NUM_PREFILL + NUM_DECODE:
+                while log.read_text().count("KV pool is resident") < sum(mesh):
                     await asyncio.sleep(0.2)
-            yield mesh.http_url
+            yield running.http_url
 
 
 def most_cached(workload: Workload) -> int:
@@ -80,16 +97,48 @@ def most_cached(workload: Workload) -> int:
     return total
 
 
-async def ask(folder: Path, policy: str, load: Load, seed: int) -> tuple[Run, Workload]:
-    """Send one draw of requests through one mesh."""
-    async with a_mesh(folder, policy) as url, open_endpoints([url]) as endpoints:
+async def ask(folder: Path, policy: str, mesh: Mesh, load: Load, seed: int) -> dict[str, Any]:
+    """Send one draw of requests through one mesh; what it was."""
+    async with a_mesh(folder, policy, mesh) as url, open_endpoints([url]) as endpoints:
         fit = fit_of(endpoints, FIT)
         warm_up = plan(SOURCE, Load(rate=1.0, num_requests=6, seed=10_000 + seed), fit)
         await run_open_loop(endpoints, warm_up, prompt_seed=10_000 + seed, vocab=VOCAB - 100)
         workload = plan(SOURCE, load, fit)
-        return await run_open_loop(
-            endpoints, workload, prompt_seed=seed, vocab=VOCAB - 100
-        ), workload
+        run = await run_open_loop(endpoints, workload, prompt_seed=seed, vocab=VOCAB - 100)
+        return row_of(run, workload) | errors_of(await explained(url, len(run.records)))
+
+
+async def explained(url: str, num_requests: int) -> list[dict[str, Any]]:
+    """What a gateway says of its last requests: decisions with their predictions, and receipts."""
+    async with aiohttp.ClientSession(url, raise_for_status=True) as session:
+
+        async def told(path: str) -> dict[str, Any]:
+            async with session.get(path) as answer:
+                return await answer.json()
+
+        recent = (await told("/cluster/requests"))["requests"][-num_requests:]
+        return [await told(f"/cluster/requests/{it['request_id']}") for it in recent]
+
+
+def errors_of(requests: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """By what share predictions were off, of what was. Of the time that a prompt is computed where
+    its cache was what the gateway thought, so that it was that work which was predicted."""
+    service, ttft = list[float](), list[float]()
+    for request in requests:
+        receipt, predicted = request["receipt"], request["decisions"][-1]["prediction"]
+        if predicted is None:  # its worker had not said how long its steps take
+            continue
+        ttft.append(abs(receipt["predicted_ttft_s"] - receipt["ttft_s"]) / receipt["ttft_s"])
+        if receipt["cached_tokens"] == receipt["predicted_cached_tokens"]:
+            service.append(
+                abs(predicted["prefill_s"] - receipt["prefill_s"]) / receipt["prefill_s"]
+            )
+    return {
+        "predicted": len(ttft),
+        "ttft_error_p50": statistics.median(ttft) if ttft else None,
+        "service_predicted": len(service),
+        "service_mape": statistics.fmean(service) if service else None,
+    }
 
 
 def row_of(run: Run, workload: Workload) -> dict[str, Any]:
@@ -112,31 +161,60 @@ def row_of(run: Run, workload: Workload) -> dict[str, Any]:
 
 async def measure(record: Record, policies: Sequence[str], asked: argparse.Namespace) -> None:
     """Each repetition draws requests anew and gives them to every policy."""
-    found: dict[str, list[dict[str, Any]]] = {policy: [] for policy in policies}
+    many, alone = Mesh(NUM_PREFILL, NUM_DECODE), Mesh(1, 1)
+    runs = [(policy, many, asked.rate) for policy in policies]
+    if alone != many:
+        runs.append((policies[-1], alone, asked.rate * ALONE_SHARE))
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "m"
         make_model(folder)
         for repetition in range(asked.repetitions):
-            load = Load(rate=asked.rate, duration_s=asked.seconds, seed=asked.seed + repetition)
-            for policy in policies:
-                run, workload = await ask(folder, policy, load, asked.seed + repetition)
-                row = row_of(run, workload)
-                found[policy].append(row)
-                record.rows.append({"policy": policy, "repetition": repetition, **row})
-                print(
-                    f"{repetition + 1}/{asked.repetitions} {policy:14} {row['requests']} requests, "
-                    f"TTFT mean {row['ttft_mean_s']:.2f} p50 {row['ttft_p50_s']:.2f} "
-                    f"p90 {row['ttft_p90_s']:.2f} s, "
-                    f"hit {row['hit']:.3f} of at most {row['bound']:.3f}",
-                    file=sys.stderr,
-                    flush=True,
-                )
-    if BASE in found and BEST in found:
-        base, best = ([row["ttft_mean_s"] for row in found[name]] for name in (BASE, BEST))
-        what = f"{NUM_PREFILL}+{NUM_DECODE} workers, conversations: mean TTFT, {BASE} / {BEST}"
+            seed = asked.seed + repetition
+            for policy, mesh, rate in runs:
+                load = Load(rate=rate, duration_s=asked.seconds, seed=seed)
+                row = await ask(folder, policy, mesh, load, seed)
+                about = {"policy": policy, "mesh": str(mesh), "repetition": repetition}
+                record.rows.append({**about, **row})
+                print(f"{repetition + 1}/{asked.repetitions} {line(record.rows[-1])}", flush=True)
+
+
+def line(row: dict[str, Any]) -> str:
+    """One run for a reader."""
+    return (
+        f"{row['policy']:14} {row['mesh']} {row['requests']} requests, "
+        f"TTFT mean {row['ttft_mean_s']:.2f} p50 {row['ttft_p50_s']:.2f} "
+        f"p90 {row['ttft_p90_s']:.2f} s, hit {row['hit']:.3f} of at most {row['bound']:.3f}, "
+        f"predictions off by {row['ttft_error_p50'] or 0:.0%} of TTFT (p50), "
+        f"{row['service_mape'] or 0:.0%} of the time computed (mean)"
+    )
+
+
+def note_goals(record: Record) -> None:
+    """Ratios within a repetition, and the best policy's predictions where each worker has a core
+    and where five share two."""
+
+    def values(policy: str, mesh: str, what: str) -> list[float]:
+        return [
+            row[what]
+            for row in record.rows
+            if (row["policy"], row["mesh"]) == (policy, mesh) and row[what] is not None
+        ]
+
+    many = str(Mesh(NUM_PREFILL, NUM_DECODE))
+    base, best = (values(policy, many, "ttft_mean_s") for policy in (BASE, BEST))
+    if base and best:
+        what = f"{many} workers, conversations: mean TTFT, {BASE} / {BEST}"
         record.goal(17, what, ratios(base, best), ">=", 1.5)
-        missing = spread([row["bound"] - row["hit"] for row in found[BEST]])
+        bound, hit = (values(BEST, many, what) for what in ("bound", "hit"))
+        missing = spread([most - had for most, had in zip(bound, hit, strict=True)])
         record.goal(17, f"{BEST}: share of prompts below the bound of hits", missing, "<=", 0.03)
+    for mesh in dict.fromkeys((many, str(Mesh(1, 1)))):
+        for what, name, bound in (
+            ("service_mape", "time computed, mean error of predictions", 0.10),
+            ("ttft_error_p50", "TTFT, median error of predictions", 0.15),
+        ):
+            if errors := values(BEST, mesh, what):
+                record.goal(17, f"{mesh} workers: {name}", spread(errors), "<=", bound)
 
 
 def main() -> None:
@@ -156,6 +234,7 @@ def main() -> None:
     record.environment["load"] = f"{asked.rate:g} requests/s for {asked.seconds:g} s"
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(measure(record, asked.policies, asked))
+    note_goals(record)
     record.finish(write=True if asked.record else None)
 
 

@@ -56,6 +56,10 @@ SMALLEST = {
         "--policies least_loaded --seconds 4",
         f"{DEMO}; run.NUM_PREFILL = run.NUM_DECODE = 1",
     ),
+    "sessions/tiers": (
+        "--models demo --tiers dram --tokens 320 --repetitions 1",
+        "run.WARM_UP = 0",
+    ),
     "simulator": ("--requests 5", "run.MESH = '1P+1D'"),
     "startup": (
         "--mib 16",
@@ -64,8 +68,9 @@ SMALLEST = {
     ),
     "transfer": ("--lanes tcp --sizes 65536 --batch-mib 1 --repetitions 1", ""),
 }
-"""A question's arguments beside --quick, and what else makes its run small. Of the others the
-smallest takes minutes or a quiet machine, or has a test of its own."""
+"""A question's arguments beside --quick, and what else makes its run small; after a slash a program
+beside its ``run.py``. Of the others the smallest takes minutes or a quiet machine, or has a test of
+its own."""
 LONGEST = ("disaggregation", "engine", "limits", "startup")
 
 
@@ -89,12 +94,13 @@ def test_a_command_line_is_read(
 def test_the_smallest_run_ends_with_a_record(question: str, tmp_path: Path) -> None:
     """With rows, in the folder that is asked for."""
     arguments, smaller = SMALLEST[question]
-    program = f"from bench.{question} import run\n{smaller}\nrun.main()"
+    folder, _, program = question.partition("/")
+    program = f"from bench.{folder} import {program or 'run'} as run\n{smaller}\nrun.main()"
     run = subprocess.run(
         [sys.executable, "-c", program, "--quick", *arguments.split()],
         env={**os.environ, "PDMESH_BENCH_OUT": str(tmp_path)},
         cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-2000:]
-    (path,) = tmp_path.glob(f"{question}-*.json")
+    (path,) = tmp_path.glob(f"{folder}-*.json")
     assert json.loads(path.read_text())["rows"]
