@@ -87,23 +87,27 @@ def recorded(
         if span.is_recording:
             _end_span(front, route, call)
         if not is_probe and is_informing():
-            usage = None if call.answers is None else call.answers.usage
-            log_often(
-                "request",
-                route=route,
-                request_id=call.request_id,
-                label=call.caller.label,
-                key=call.caller.key.name,
-                outcome=call.outcome,
-                status=call.status,
-                seconds=round(seconds, 6),
-                ttft_s=None if call.first_token_s is None else round(call.first_token_s, 6),
-                prompt_tokens=None if usage is None else usage.prompt_tokens,
-                completion_tokens=None if usage is None else usage.completion_tokens,
-                receipts=[] if call.answers is None else call.answers.receipts(),
-                # Of a ``traceparent``: two digits of a version, a dash, then the id.
-                trace_id=span.context[3:35] or None,
-            )
+            _log(route, call, seconds)
+
+
+def _log(route: str, call: Call, seconds: float) -> None:
+    usage = None if call.answers is None else call.answers.usage
+    log_often(
+        "request",
+        route=route,
+        request_id=call.request_id,
+        label=call.caller.label,
+        key=call.caller.key.name,
+        outcome=call.outcome,
+        status=call.status,
+        seconds=round(seconds, 6),
+        ttft_s=None if call.first_token_s is None else round(call.first_token_s, 6),
+        prompt_tokens=None if usage is None else usage.prompt_tokens,
+        completion_tokens=None if usage is None else usage.completion_tokens,
+        receipts=[] if call.answers is None else call.answers.receipts(),
+        # Of a ``traceparent``: two digits of a version, a dash, then the id.
+        trace_id=call.caller.span.context[3:35] or None,
+    )
 
 
 def _end_span(front: FrontDoor, route: str, call: Call) -> None:

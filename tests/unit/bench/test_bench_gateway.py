@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.gateway.run import DIRECT, LOADS, OURS, Load, Runs, derived, row_of
+from bench.gateway.log_line import line_us
+from bench.gateway.run import DIRECT, LOADS, OURS, Load, Runs, derived, judge, row_of
+from bench.record import Record
+from shared.log import configure_logs
 
 PACED = next(load for load in LOADS if load.is_paced)
 
@@ -40,3 +44,26 @@ def test_ratios_are_within_a_repetition() -> None:
     row = row_of(PACED, [OURS, "peer"], runs_of(PACED, ours, theirs))
     ratio = row["ours_over_theirs"]["cpu_us_per_token"]["peer"]
     assert (ratio["median"], ratio["min"]) == (pytest.approx(3.0), pytest.approx(2.0))
+
+
+def test_paced_streams_have_a_bar_of_their_own(tmp_path: Path) -> None:
+    """A quarter beside the best router; flat out a tenth."""
+    bounds: dict[bool, float] = {}
+    for load in LOADS[1:3]:
+        runs = runs_of(load, [a_run(0.02, answers=1)], [a_run(0.01, answers=1)])
+        record = Record(tmp_path, is_quick=True)
+        judge(record, load, row_of(load, [OURS, "peer"], runs))
+        (goal,) = (it for it in record.goals if "best peer" in it.what)
+        bounds[load.is_paced] = goal.bound
+    assert bounds == {False: 1.1, True: 1.25}
+
+
+def test_a_log_line_is_timed_by_itself(tmp_path: Path) -> None:
+    """Every line is in the file in the end, each with its receipt."""
+    try:
+        assert all(0 < it < 10_000 for it in line_us(tmp_path / "log", 2))
+    finally:
+        configure_logs(service="test")
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert len(lines) == 300
+    assert all('"prompt_tokens":512' in line and '"prefill_s":0.18' in line for line in lines)
