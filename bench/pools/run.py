@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
 
@@ -40,8 +40,23 @@ from tests.support.whole_mesh import WholeMesh, whole_mesh
 HERE = Path(__file__).parent
 NUM_WORKERS = 4
 MOVING = "moving pools"
-SYSTEMS = {MOVING: 2, "1 + 3 fixed": 1, "2 + 2 fixed": 2, "3 + 1 fixed": 3}
-"""Name -> workers whose home is prompts; all others are at home with tokens."""
+
+
+class System(NamedTuple):
+    """Four workers. num_prompt: whose home is prompts; all others are at home with tokens."""
+
+    num_prompt: int
+    policy: str = "least_loaded"
+    moves: bool = False
+
+
+SYSTEMS = {
+    MOVING: System(2, "splitwise", moves=True),
+    "1 + 3 fixed": System(1),
+    "2 + 2 fixed": System(2),
+    "3 + 1 fixed": System(3),
+    "2 + 2 conductor": System(2, "conductor"),
+}
 
 TIMING = FakeTiming(
     base_s=0.02, prefill_token_s=1e-4, decode_row_s=1e-4, context_token_s=1e-7
@@ -134,10 +149,9 @@ class Found:
 
 async def serve(job: Job) -> Found:
     """Start a mesh, send all at their times, and wait until all is answered and everyone home."""
-    moves = job.system == MOVING
-    num_prompt = SYSTEMS[job.system]
+    system = SYSTEMS[job.system]
     worker = {
-        "movable": moves,
+        "movable": system.moves,
         "batch_tokens": 512,
         "transfer_mode": "layerwise",
         "tbt_target_s": TBT_TARGET_S,
@@ -148,11 +162,11 @@ async def serve(job: Job) -> Found:
     mixed: list[tuple[float, int]] = []
     num_borrowed = 0
     async with whole_mesh(
-        num_prefill=num_prompt,
-        num_decode=NUM_WORKERS - num_prompt,
+        num_prefill=system.num_prompt,
+        num_decode=NUM_WORKERS - system.num_prompt,
         num_blocks=NUM_BLOCKS,
         block_size=BLOCK_TOKENS,
-        gateway={"policy": "splitwise" if moves else "least_loaded", "max_waiting": 4096},
+        gateway={"policy": system.policy, "max_waiting": 4096},
         prefill=worker,
         decode=worker,
         timing=TIMING,
@@ -192,6 +206,7 @@ async def serve(job: Job) -> Found:
                 for index in range(len(workload.asks)):
                     asking.create_task(ask(index))
             await mesh.until(lambda: not num_mixed(mesh))
+            await asyncio.sleep(2 * BIN_S)  # and they stay so
             watching.cancel()
     return Found(sorted(outcomes, key=lambda it: it.arrived_at), mixed, num_borrowed)
 
