@@ -1,11 +1,12 @@
 """How late are the event loops of a mesh under load?
 
     python -m bench.loop_lag.run [--quick] [--streams 12] [--pauses 1 0] [--repetitions 5]
-                                 [--priorities ordinary realtime]
+                                 [--prefills 1 2] [--priorities ordinary realtime]
 
-Gateway, prefill and decode as real processes with the bundled model; this process is their only
-client and streams over HTTP, with pauses and without. Every process samples its loop's lag ten
-times a second and tells it on /metrics. What the numbers mean: README.md beside this file.
+Gateway, prefill and decode as real processes with the bundled model, then with a second prefill
+worker, so that the gateway chooses by ``conductor`` and keeps an index of prefixes; this process is
+their only client and streams over HTTP, with pauses and without. Every process samples its loop's
+lag ten times a second and tells it on /metrics. What the numbers mean: README.md beside this file.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +43,11 @@ HERE = Path(__file__).parent
 GOAL_MS = 2.0
 """p99, while there are cores left: with pauses."""
 
-PROCESSES = {"gateway": "gateway", "prefill": "prefill-0", "decode": "decode-0"}
+PROCESSES = {
+    "gateway": "gateway", "prefill": "prefill-0", "prefill, second": "prefill-1",
+    "decode": "decode-0",
+}  # fmt: skip
+"""What figures are told of, and its name in a mesh. The first word is that of its metrics."""
 CLIENT_NICENESS = 10
 """Of this process, which in life is on another machine: the mesh's threads go first."""
 
@@ -113,7 +120,7 @@ def read_lag(text: str, role: str) -> Lag:
 
 @dataclass(frozen=True)
 class Reading:
-    """All three processes at one instant.
+    """All processes at one instant.
 
     core_wait_s: how long each loop's thread was ready to run and had no core, ever. own_cpu_s:
     spent by the mesh and by this client. all_cpu_s: by everybody on this machine.
@@ -131,7 +138,7 @@ Span = tuple[Reading, Reading]
 
 
 class Probe:
-    """Reads all three processes. The loop runs on a process's main thread."""
+    """Reads all processes. The loop runs on a process's main thread."""
 
     def __init__(
         self, session: aiohttp.ClientSession, urls: dict[str, str], pids: dict[str, int]
@@ -145,7 +152,7 @@ class Probe:
         for role, url in self._urls.items():
             async with self._session.get(f"{url}/metrics") as response:
                 response.raise_for_status()
-                lags[role] = read_lag(await response.text(), role)
+                lags[role] = read_lag(await response.text(), role.partition(",")[0])
         return Reading(
             at=time.perf_counter(),
             lags=lags,
@@ -239,14 +246,14 @@ class Load:
 
 
 async def measure(
-    num_streams: int, pauses_s: list[float], seconds: float, repetitions: int, priority: str
+    asked: argparse.Namespace, seconds: float, repetitions: int, priority: str, num_prefill: int
 ) -> list[dict[str, Any]]:
     """Start the mesh, measure it idle, then under each load, and stop it; one row a load."""
     common: dict[str, Any] = {"realtime": priority == REALTIME}
-    prefill_port, decode_port = free_ports(2)
+    decode_port, *prefill_ports = free_ports(1 + num_prefill)
     services = plan_services(
         GatewayConfig(http_port=0, grpc_port=0, mesh_port=0, **common),
-        [PrefillConfig(metrics_port=prefill_port, threads=1, **common)],
+        [PrefillConfig(metrics_port=port, threads=1, **common) for port in prefill_ports],
         [DecodeConfig(metrics_port=decode_port, threads=1, **common)],
     )
     with tempfile.NamedTemporaryFile(suffix=".log") as log:
@@ -260,29 +267,36 @@ async def measure(
             ):
                 await wait_for_pair(mesh.http_url, 60.0)
                 os.nice(CLIENT_NICENESS)
-                urls = {
-                    "gateway": mesh.http_url,
-                    "prefill": f"http://127.0.0.1:{prefill_port}",
-                    "decode": f"http://127.0.0.1:{decode_port}",
-                }
+                urls = {"gateway": mesh.http_url, "decode-0": f"http://127.0.0.1:{decode_port}"}
+                for number, port in enumerate(prefill_ports):
+                    urls[f"prefill-{number}"] = f"http://127.0.0.1:{port}"
                 by_name = {service.name: service.pid for service in mesh.services}
-                pids = {role: by_name[name] for role, name in PROCESSES.items()}
+                here = {role: name for role, name in PROCESSES.items() if name in by_name}
+                urls = {role: urls[name] for role, name in here.items()}
+                pids = {role: by_name[name] for role, name in here.items()}
                 probe = Probe(session, urls, pids)
                 load = Load(session, mesh.http_url, await served_model(session, mesh.http_url), 1)
                 before = await probe.read()
                 await asyncio.sleep(seconds)
                 idle = (before, await probe.read())
                 rows: list[dict[str, Any]] = []
-                for pause_s in pauses_s:
+                for pause_s in asked.pauses:
                     load.pause_s = pause_s
-                    row = {"priority": priority, "pause_s": pause_s}
-                    row |= await measure_load(probe, load, idle, num_streams, seconds, repetitions)
-                    show(row, num_streams)
+                    row = {"priority": priority, "pause_s": pause_s, "num_prefill": num_prefill}
+                    row |= await measure_load(
+                        probe, load, idle, asked.streams, seconds, repetitions
+                    )
+                    show(row, asked.streams)
                     rows.append(row)
                 return rows
         except BaseException:
             sys.stderr.write(Path(log.name).read_text()[-4000:])
             raise
+
+
+def rows_of(*job: Any) -> list[dict[str, Any]]:
+    """Measure one mesh."""
+    return run(measure(*job))
 
 
 async def served_model(session: aiohttp.ClientSession, base_url: str) -> str:
@@ -321,7 +335,7 @@ async def measure_load(
             client.cancel()
     if load.num_answers == answers:
         sys.exit("not one answer came: measure longer")
-    return {**whole, "roles": {role: figures(role, idle, loaded) for role in PROCESSES}}
+    return {**whole, "roles": {role: figures(role, idle, loaded) for role in first.lags}}
 
 
 def figures(role: str, idle: Span, loaded: list[Span]) -> dict[str, Any]:
@@ -369,10 +383,16 @@ def free_ports(count: int) -> list[int]:
             probe.close()
 
 
+def case_of(row: dict[str, Any]) -> str:
+    """Return the priority, and how many prefill workers there were if not one."""
+    num_prefill = row.get("num_prefill", 1)  # before 2026-11-30 there was always one
+    return row["priority"] + (f", {num_prefill} prefill" if num_prefill > 1 else "")
+
+
 def show(result: dict[str, Any], num_streams: int) -> None:
     """Print the comparison with the goal."""
     print(
-        f"{result['priority']} priority, {num_streams} streams, pauses of {result['pause_s']:g} s: "
+        f"{case_of(result)}: {num_streams} streams, pauses of {result['pause_s']:g} s: "
         f"{result['answers_per_s']:.1f} answers/s, {result['chunks_per_s']:.0f} chunks/s\n"
         f"of {os.cpu_count()} cores {result['cores_of_ours']:.1f} ours, "
         f"{result['cores_of_others']:.1f} others' at most ({result['tries']} tries); "
@@ -383,7 +403,7 @@ def show(result: dict[str, Any], num_streams: int) -> None:
         verdict = "met" if row["p99_ms"] < GOAL_MS else "MISSED"
         again = row["p99_ms_of_repetitions"]
         print(
-            f"  {role:8} p50 {row['p50_ms']:6.2f}   p99 {row['p99_ms']:6.2f} "
+            f"  {role:15} p50 {row['p50_ms']:6.2f}   p99 {row['p99_ms']:6.2f} "
             f"[{again['min']:.2f} .. {again['max']:.2f}]   max <= {row['max_ms_at_most']:7.2f}   "
             f"{row['share_within_goal']:.1%} within   {verdict}   "
             f"(idle p50 {row['idle_p50_ms']:.2f}, p99 {row['idle_p99_ms']:.2f}; "
@@ -392,12 +412,13 @@ def show(result: dict[str, Any], num_streams: int) -> None:
 
 
 def pictures_of(rows: Sequence[dict[str, Any]]) -> Pictures:
-    """p99 of each process, with ordinary and real-time priority: one panel a load."""
+    """p99 of each process, with ordinary and real-time priority, one prefill worker and more: one
+    panel a load."""
     panels: list[Bars] = []
     for pause_s in dict.fromkeys(row["pause_s"] for row in rows):
         of = [row for row in rows if row["pause_s"] == pause_s]
         bars = {
-            row["priority"]: {
+            case_of(row): {
                 role: found["p99_ms_of_repetitions"] for role, found in row["roles"].items()
             }
             for row in of
@@ -418,6 +439,10 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--seconds", type=float, default=12.0, help="of one repetition")
     parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument(
+        "--prefills", nargs="+", type=int, choices=(1, 2), default=[1, 2],
+        help="one mesh each; with two the gateway chooses by conductor and keeps an index",
+    )  # fmt: skip
     add_priorities(parser)
     chosen = parser.parse_args()
     seconds, repetitions = chosen.seconds, chosen.repetitions
@@ -426,13 +451,16 @@ def main() -> None:
     settings = {"streams": chosen.streams, "seconds": seconds, "max_tokens": MAX_TOKENS}
     record = Record(HERE, is_quick=chosen.quick, environment=settings)
     for priority in chosen.priorities:
-        work = measure(chosen.streams, chosen.pauses, seconds, repetitions, priority)
-        record.rows += run(work)
+        for num_prefill in chosen.prefills:
+            # In a process of its own: a mesh would inherit the niceness of the client before it.
+            with ProcessPoolExecutor(1, mp_context=get_context("fork")) as process:
+                job = (chosen, seconds, repetitions, priority, num_prefill)
+                record.rows += process.submit(rows_of, *job).result()
     for row in record.rows:
         if row["pause_s"]:
             for role, figures_of in row["roles"].items():
                 p99 = figures_of["p99_ms_of_repetitions"]
-                what = f"{row['priority']}, {role}, torch computing, cores left: p99 in ms"
+                what = f"{case_of(row)}, {role}, torch computing, cores left: p99 in ms"
                 record.goal(8, what, p99, "<=", GOAL_MS)
     if (path := record.finish()) is not None:
         save(pictures_of(record.rows), path)

@@ -42,7 +42,7 @@ SMALLEST = {
     "handover": ("--engines fake --seconds 0.2 --priorities ordinary", "run.WARM_UP_ANSWERS = 2"),
     "limits": ("", APART),
     "loop_lag": (
-        "--streams 1 --pauses 0 --seconds 0.5 --priorities ordinary",
+        "--streams 1 --pauses 0 --seconds 0.5 --priorities ordinary --prefills 2",
         "run.WARM_UP_S = 0.1",
     ),
     "memory": ("--requests 40", "run.SETTLES_WITHIN_S = 0.0"),
