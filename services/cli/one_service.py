@@ -16,11 +16,14 @@ from services.cli.flags import (
     require_worker_modules,
 )
 from services.cli.sources import ConfigFlag
+from services.decode.role import decode_launch
+from services.prefill.role import prefill_launch
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig, ServiceConfig, WorkerConfig
 from shared.log import configure_logs
 from shared.mesh_secret import mesh_secret
 from shared.rpc.tls import MeshTls
 from shared.settings import role_of
+from shared.worker.launch import LaunchProfile
 
 
 @config_flags
@@ -45,7 +48,7 @@ def prefill(*, config: PrefillConfig = PrefillConfig(), file: ConfigFlag = None)
 
     It joins the gateway by itself, and again after the gateway's restart. SIGTERM and Ctrl-C drain.
     """
-    return _run_worker(config)
+    return _run_worker(config, prefill_launch(config))
 
 
 @config_flags
@@ -54,10 +57,10 @@ def decode(*, config: DecodeConfig = DecodeConfig(), file: ConfigFlag = None) ->
 
     It joins the gateway by itself, and again after the gateway's restart. SIGTERM and Ctrl-C drain.
     """
-    return _run_worker(config)
+    return _run_worker(config, decode_launch(config))
 
 
-def _run_worker(config: WorkerConfig) -> int:
+def _run_worker(config: WorkerConfig, launch: LaunchProfile) -> int:
     config.check()
     # For what they raise: a secret or a file that is wrong is told before a service is loaded.
     mesh_secret(config, os.environ)
@@ -68,7 +71,7 @@ def _run_worker(config: WorkerConfig) -> int:
     _configure_logs(config)
     from shared.worker.process import run_worker
 
-    return run_worker(config)
+    return run_worker(config, launch)
 
 
 def _configure_logs(config: ServiceConfig) -> None:

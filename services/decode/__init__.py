@@ -1,1 +1,1 @@
-"""Takes KV over from prefill workers and generates, one token a step."""
+"""Takes KV over from prefill workers and generates, one token a step: ``role.py``."""

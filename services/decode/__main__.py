@@ -2,8 +2,14 @@
 
 import sys
 
+from services.decode.role import decode_launch
 from shared.config import DecodeConfig
-from shared.worker.process import run_worker_from_environment
+from shared.runtime.service import run_configured
+from shared.worker.process import run_worker
 
 if __name__ == "__main__":
-    sys.exit(run_worker_from_environment(DecodeConfig))
+    sys.exit(
+        run_configured(
+            "decode", DecodeConfig, lambda config: run_worker(config, decode_launch(config))
+        )
+    )

@@ -1,1 +1,1 @@
-"""Computes prompts and pushes their KV to decode workers, layer by layer."""
+"""Computes prompts and pushes their KV to decode workers, layer by layer: ``role.py``."""

@@ -2,8 +2,14 @@
 
 import sys
 
+from services.prefill.role import prefill_launch
 from shared.config import PrefillConfig
-from shared.worker.process import run_worker_from_environment
+from shared.runtime.service import run_configured
+from shared.worker.process import run_worker
 
 if __name__ == "__main__":
-    sys.exit(run_worker_from_environment(PrefillConfig))
+    sys.exit(
+        run_configured(
+            "prefill", PrefillConfig, lambda config: run_worker(config, prefill_launch(config))
+        )
+    )

@@ -5,5 +5,6 @@
     other workers ── dial ── Pusher ─────────────────┤
                  ── accept ── KvReceiver ────────────┘
 
-Prefill and decode are two launch profiles of it (``LaunchProfile.of``).
+Prefill and decode are two launch profiles of it: ``services/prefill/role.py`` and
+``services/decode/role.py``.
 """

@@ -28,17 +28,18 @@ from shared.rpc.tls import MeshTls
 from shared.runtime import realtime
 from shared.runtime.platform import Platform, real_platform
 from shared.runtime.realtime import RealTime
-from shared.runtime.service import Process, run_configured, run_service
+from shared.runtime.service import Process, run_service
 from shared.settings import role_of
 from shared.transport.base import Transport, TransportFactory
 from shared.transport.ucxx import open_ucx
+from shared.worker.launch import LaunchProfile
 from shared.worker.life import devices
 from shared.worker.worker import MeshWorker
 
 SWITCH_INTERVAL_S = 0.0005
 
 
-def run_worker(config: WorkerConfig) -> int:
+def run_worker(config: WorkerConfig, launch: LaunchProfile) -> int:
     """Run one worker as this process until a signal, and return the exit code (``service.py``).
 
     Logs must be configured. Whatever keeps it from starting or ends it is one line on stderr.
@@ -51,7 +52,7 @@ def run_worker(config: WorkerConfig) -> int:
             def ready(address: Address) -> None:
                 process.ready(grpc_port=address.port, num_blocks=engine.num_blocks)
 
-            return await MeshWorker(config, platform, engine).run(ready, process.stop)
+            return await MeshWorker(config, launch, platform, engine).run(ready, process.stop)
 
     name = role_of(type(config))
     return run_service(name, main, drain_s=config.drain_s, is_realtime=config.realtime)
@@ -161,8 +162,3 @@ async def _profile(
     return await find_or_measure(
         key_of(engine, most_tokens), measure_now, path=config.profile_file, holds=holds
     )
-
-
-def run_worker_from_environment(kind: type[WorkerConfig]) -> int:
-    """``run_worker`` with the configuration of ``PDMESH_*``; sets logging up, too."""
-    return run_configured(role_of(kind), kind, run_worker)

@@ -8,12 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import structlog
 
 from shared.address import Address
-from shared.config import DecodeConfig, WorkerConfig
+from shared.config import WorkerConfig
 from shared.engine.base import Engine
 from shared.engine.memory.staging import slots_of_a_way
 from shared.engine.worker import ComputeRunner
@@ -41,9 +40,9 @@ from shared.transport.pairing import PairRules
 from shared.worker.arenas import Arena, DramArena
 from shared.worker.core.lease import LeasePolicy
 from shared.worker.core.leases import Leases
-from shared.worker.core.life import Task
 from shared.worker.disk_arena import DiskArena
 from shared.worker.doors import AnswerDoor, Door, PromptDoor
+from shared.worker.launch import LaunchProfile
 from shared.worker.life import WorkerLife, WorkerParts, devices, pool_and_scheduler
 from shared.worker.pairs import PairTable
 from shared.worker.prefixes import PrefixFetches, PrefixSource
@@ -58,57 +57,13 @@ from shared.worker_status import WorkerStatus
 _log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchProfile:
-    """What a worker is launched for. home: what it is when nothing is asked of it. tasks: what it
-    does; all of them = it may be either."""
-
-    home: Role
-    tasks: frozenset[Task]
-
-    @classmethod
-    def of(cls, config: WorkerConfig) -> LaunchProfile:
-        """Return what a worker of this configuration does."""
-        is_decode = isinstance(config, DecodeConfig)
-        if config.movable:
-            tasks = frozenset(Task)
-        elif not is_decode:
-            tasks = frozenset({Task.PROMPT})
-        else:
-            tasks = frozenset({Task.ANSWER, Task.WHOLE} if config.colocated else {Task.ANSWER})
-        return cls(Role.DECODE if is_decode else Role.PREFILL, tasks)
-
-    @property
-    def may_be_either(self) -> bool:
-        """Whether it does the work of both roles, and may change its home."""
-        return self.pushes and self.receives
-
-    @property
-    def serves(self) -> tuple[Role, ...]:
-        """The roles for which it takes orders."""
-        return (Role.PREFILL, Role.DECODE) if self.may_be_either else (self.home,)
-
-    @property
-    def pushes(self) -> bool:
-        """Whether it computes prompts for other workers."""
-        return Task.PROMPT in self.tasks
-
-    @property
-    def receives(self) -> bool:
-        """Whether it takes KV over."""
-        return Task.ANSWER in self.tasks
-
-    @property
-    def is_mixed(self) -> bool:
-        """Whether prompts and answers share its steps."""
-        return Task.WHOLE in self.tasks
-
-
 class MeshWorker:
     """One worker; ``run`` is its life. Everything else here is for tests and logs."""
 
-    def __init__(self, config: WorkerConfig, platform: Platform, engine: Engine) -> None:
-        self.launch = launch = LaunchProfile.of(config)
+    def __init__(
+        self, config: WorkerConfig, launch: LaunchProfile, platform: Platform, engine: Engine
+    ) -> None:
+        self.launch = launch
         self.home = Home(launch.home)
         self._config = config
         self._platform = platform

@@ -14,8 +14,10 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from services.decode.role import decode_launch
 from services.gateway.app import Gateway
 from services.gateway.text.text_model import TextModel
+from services.prefill.role import prefill_launch
 from shared import wire
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig
 from shared.engine.base import Engine
@@ -261,13 +263,13 @@ async def real_mesh(
         prefill_worker = None
         if prefill_engine is not None:
             config = PrefillConfig(**common, **(prefill or {}))
-            prefill_worker = MeshWorker(config, of_prefill, prefill_engine)
+            prefill_worker = MeshWorker(config, prefill_launch(config), of_prefill, prefill_engine)
         mesh = RealMesh(
             network,
             address,
             front,
             prefill_worker,
-            MeshWorker(decode_config, of_decode, decode_engine),
+            MeshWorker(decode_config, decode_launch(decode_config), of_decode, decode_engine),
             gate,
         )
         async with contextlib.AsyncExitStack() as stack:

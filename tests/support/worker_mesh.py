@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from services.decode.role import decode_launch
+from services.prefill.role import prefill_launch
 from shared.address import Address
 from shared.config import DecodeConfig, PrefillConfig
 from shared.engine.fake import FakeEngine, FakeModel, FakeTiming
@@ -230,10 +232,10 @@ async def launch_worker(
     worker: Any
     if kind == "prefill":
         config = PrefillConfig(**fields)
-        worker = MeshWorker(config, platform, engine)
+        worker = MeshWorker(config, prefill_launch(config), platform, engine)
     else:
         decode_config = DecodeConfig(**fields)
-        worker = MeshWorker(decode_config, platform, engine)
+        worker = MeshWorker(decode_config, decode_launch(decode_config), platform, engine)
     running = RunningWorker(host, worker, engine, transport.address, asyncio.Event())
     is_up = asyncio.Event()
 
