@@ -27,6 +27,7 @@ HERE = Path(__file__).parent
 GOAL = 20
 STEP_S = 0.05
 MAX_RUNNING, TOKEN_BUDGET = 8, 128
+POLICY = "least_loaded"
 SLO = ("--slo-ttft", "1s", "--slo-tpot", "120ms")
 SHARE = 0.95
 """Of what the best mesh attains."""
@@ -72,6 +73,7 @@ async def plan(meshes: list[str], name: str, file: Path) -> dict[str, float]:
         for word in (f"--{of}", "0us")
     ]
     limits = ("--token-budget", str(TOKEN_BUDGET), "--max-running", str(MAX_RUNNING))
+    limits += ("--policy", POLICY)
     load = ("--workload", str(file), "--rate", str(WORKLOADS[name].rate))
     words = (
         "plan",
@@ -98,7 +100,7 @@ async def measure(
         f"[prefill]\nmax_running = {MAX_RUNNING}\n[decode]\nmax_running = {MAX_RUNNING}\n"
     )
     flags = ["--engine", "fake", "--device", "cpu", *workers(mesh), "--port", "0"]
-    flags += ["--config", str(settings), "--policy", "least_loaded"]
+    flags += ["--config", str(settings), "--policy", POLICY]
     rows: list[dict[str, Any]] = []
     variables = {"PDMESH_FAKE_STEP_S": str(STEP_S)}
     async with pdmesh("up", *flags, limit_s=3 * LIMIT_S, **variables) as process:

@@ -94,7 +94,13 @@ def load_of(num_requests: int) -> dict[str, Any]:
 def ask_ours(ours: Ours, num_requests: int) -> Told:
     """Run ours; all that ``pdmesh plan simulate`` does is counted, prompts' tokens included."""
     mesh, fidelity, block_size = ours
-    flags = SimFlags(rate=RATE, num_requests=num_requests, fidelity=fidelity, block_size=block_size)
+    flags = SimFlags(
+        rate=RATE,
+        num_requests=num_requests,
+        policy="least_loaded",
+        fidelity=fidelity,
+        block_size=block_size,
+    )
     began_s = time.process_time()
     run = flags.run(read_mesh(mesh))
     cpu_s = time.process_time() - began_s

@@ -107,7 +107,13 @@ def rows_of(shape: str, workload: str, requests: int, data: Path) -> list[dict[s
         device=its.device,
         kv_tokens=MACHINE_KV if its.times == "splitwise" else None,
     )
-    flags = SimFlags(workload=workload, num_requests=requests, block_size=256, times=times)
+    flags = SimFlags(
+        workload=workload,
+        num_requests=requests,
+        policy="least_loaded",
+        block_size=256,
+        times=times,
+    )
     alone = run(flags.variant(rate=0.01, num_requests=60), "1P+1D")
     ttft_s = TTFT_TIMES * percentile([it.ttft_s or 0.0 for it in alone], 90)
     median_s = percentile([it.tpot_s for it in alone], 50)

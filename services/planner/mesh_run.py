@@ -7,6 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from services.gateway.core.admission.admission import REASONS
+from services.gateway.core.admission.overload import OverloadMode
+from services.gateway.core.admission.tenants import Terms
 from services.planner.core.kv_size import KvShape
 from services.planner.core.limits import Felt
 from services.planner.core.mesh_text import MeshPart, MeshShape, Unit
@@ -47,7 +50,8 @@ class MeshSetting:
     """All of a simulated mesh but its workers. unit: what devices make of one worker. token_budget:
     0 = as workers decide it. batch_tokens: prompts share a step up to so many, 0 = all that it
     holds. wire_s: how long a message is under way. is_exact: every step is an event, equal ones are
-    not skipped."""
+    not skipped. gateway_running, gateway_waiting, max_wait_s, overload: the gateway's own; by
+    default it lets everybody in. With overload each request names the limits as its own."""
 
     unit: Callable[[Unit], UnitModel]
     kv: KvShape
@@ -61,6 +65,10 @@ class MeshSetting:
     batch_tokens: int = 0
     wire_s: float = WIRE_S
     is_exact: bool = False
+    gateway_running: int = 1 << 20
+    gateway_waiting: int = 0
+    max_wait_s: float = 10.0
+    overload: str = "off"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,13 +122,15 @@ def run_mesh(
     none.
     """
     began = time.perf_counter()
-    mesh, parts = _mesh(setting, shape, len(requests))
+    mesh, parts = _mesh(setting, shape)
     verdict = (
         RunVerdict(setting.slo, setting.target, len(requests))
         if is_verdict_enough and requests
         else None
     )
-    answers = run_open_loop(mesh, requests, on_progress, verdict)
+    slo, is_told = setting.slo, setting.overload != "off"
+    terms = Terms(ttft_s=slo.ttft_s, tpot_s=slo.tpot_s) if is_told else Terms()
+    answers = run_open_loop(mesh, requests, on_progress, verdict, terms)
     is_early = verdict is not None and verdict.attains is not None
     attained = None if is_early else attainment(answers, setting.slo)
     attains = bool(verdict.attains) if is_early and verdict else (attained or 0) >= setting.target
@@ -139,7 +149,7 @@ def run_mesh(
 
 
 def _mesh(
-    setting: MeshSetting, shape: MeshShape, num_requests: int
+    setting: MeshSetting, shape: MeshShape
 ) -> tuple[CoreMesh, list[tuple[MeshPart, CoreWorker]]]:
     sizes = {part.unit: _size(setting, part.unit) for part in shape.parts}
     largest = max(sizes.values(), key=lambda size: size.num_blocks)
@@ -151,13 +161,13 @@ def _mesh(
         lambda _: TimedEngine(setting.unit(Unit()).times),
         largest,
         policy=setting.policy,
-        # The gateway lets everybody in: what is felt is to be the workers' doing.
-        max_running=1 << 20,
-        max_waiting=max(1, num_requests),
-        max_wait_s=1e9,
+        max_running=setting.gateway_running,
+        max_waiting=setting.gateway_waiting,
+        max_wait_s=setting.max_wait_s,
         wire_s=setting.wire_s,
         skips=not setting.is_exact,
     )
+    mesh.overload.mode = OverloadMode(setting.overload)
     workers: list[tuple[MeshPart, CoreWorker]] = []
     for part in shape.parts:
         role, is_mixed = _ROLES[part.kind]
@@ -216,6 +226,7 @@ def _felt(
         late=sum(value > slo.ttft_s for value in ttft) / num,
         slow=sum(value > slo.tpot_s for value in tpot) / num,
         unserved=(len(answers) - len(served)) / num,
+        refused=sum(one.error in REASONS for one in answers) / num,
         ttft_use=percentile(ttft, level) / slo.ttft_s if ttft else 0.0,
         tpot_use=percentile(tpot, level) / slo.tpot_s if tpot else 0.0,
         prompt_busy=busiest("PM"),

@@ -13,6 +13,7 @@ Every call below belongs to a core, or carries out one of its effects.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -115,7 +116,7 @@ class CoreMesh(Members):
             overload=self.overload,
             sides=lambda: self.table.sides,
         )
-        self._max_wait_s = max_wait_s
+        self._max_wait_s, self._tick_at = max_wait_s, math.inf
         self._random_bytes = CountedBytes(99)
         self._stream_ids = itertools.count(1)
         self.on_end: Callable[[CoreAnswer], None] = lambda answer: None
@@ -137,7 +138,11 @@ class CoreMesh(Members):
         life = Lifecycle(prompt, params, max_attempts=4)
         hashed = HashedPrompt(column_of(prompt), b"") if self.router.needs_prompt else None
         dispatcher = Dispatcher(
-            life, deadline_at=None, pair_wait_s=10.0, failover_wait_s=5.0, prompt=hashed
+            life,
+            deadline_at=None,
+            pair_wait_s=self._max_wait_s,
+            failover_wait_s=5.0,
+            prompt=hashed,
         )
         answer = CoreAnswer(key, prompt, life, dispatcher, asked_at=self.clock.now, hashed=hashed)
         self._answers[key] = answer
@@ -155,12 +160,18 @@ class CoreMesh(Members):
                 cached=lambda now: self.router.cached(answer.hashed, now),
             )
         )
-        # Neither turned away nor let in: it waits, and somebody must look when that is too long.
-        if not (answer.is_over or answer.decisions or answer.search):
-            self.clock.at(now + self._max_wait_s, self._tick_admission)
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        due_at = self._admission.next_tick_at
+        if due_at is not None and due_at < self._tick_at:
+            self._tick_at = due_at
+            self.clock.at(due_at, self._tick_admission)
 
     def _tick_admission(self) -> None:
+        self._tick_at = math.inf
         self._perform(self._admission.tick(self.clock.now))
+        self._set_timer()
 
     def _perform(self, effects: Iterable[admission.Effect]) -> None:
         """What admission decided of the requests that wait."""

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from services.sim.mesh import CoreAnswer, CoreMesh
+from services.gateway.core.admission.tenants import Terms
+from services.sim.mesh import ANY, CoreAnswer, CoreMesh
 from shared.errors import InvariantViolated
 from shared.kv.layout import KvLayout
 from shared.model_spec import ModelSpec
@@ -55,8 +56,8 @@ class SimRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimAnswer(RequestOutcome):
-    """What one request felt. error: '' or its type. sent_at: of the last attempt. prompt: as its
-    worker told it; None = it never did."""
+    """What one request felt. error: '' or its code, or type. sent_at: of the last attempt. prompt:
+    as its worker told it; None = it never did."""
 
     error: str
     num_attempts: int
@@ -106,9 +107,10 @@ def run_open_loop(
     requests: Sequence[SimRequest],
     on_progress: Callable[[int], None] = lambda num_ended: None,
     verdict: RunVerdict | None = None,
+    terms: Terms = ANY,
 ) -> list[SimAnswer]:
     """Ask at the times given, whatever comes back, until all has come back, or until the verdict
-    that is asked for is known: then answers that are under way are not complete.
+    that is asked for is known: then answers that are under way are not complete. terms: of each.
 
     Raises InvariantViolated: a request was lost, or a worker holds something at the end.
     """
@@ -134,7 +136,7 @@ def run_open_loop(
             request.prompt, max_tokens=request.num_output, ignore_eos=True, temperature=0
         )
         under_way[answer] = idx, request.num_output
-        mesh.admit(answer)
+        mesh.admit(answer, terms)
         if verdict is not None:
             # A float's width later, so that a token at the limit is in time.
             due_at = math.nextafter(mesh.clock.now + verdict.slo.ttft_s, math.inf)
@@ -184,7 +186,7 @@ def _felt(answer: CoreAnswer, num_output: int, start: float) -> SimAnswer:
         answer.asked_at - start,
         answer.token_times.count_from(start),
         answer.is_over and answer.error is None and has_all,
-        error="" if answer.error is None else answer.error.type,
+        error="" if answer.error is None else answer.error.code or answer.error.type,
         num_attempts=answer.life.num_attempts,
         sent_at=answer.sent_at - start,
         prompt=answer.computed,

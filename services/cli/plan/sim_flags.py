@@ -31,13 +31,17 @@ from services.planner.core.limits import binding_limit
 from services.planner.core.mesh_text import MeshShape, Unit
 from services.planner.mesh_run import MeshRun, MeshSetting, run_mesh
 from services.sim.open_loop import SimRequest
-from shared.config import STEP_TOKENS
+from shared.bounds import OverloadName
+from shared.config import STEP_TOKENS, GatewayConfig
 from shared.errors import InvalidRequest
 from shared.telemetry.definitions import RequestOutcome, Slo, percentiles
 
 WORKLOADS: Final = {"azure-conv": "chat", "azure-code": "code", "mooncake": "mooncake"}
 """By name, the shapes of `pdmesh bench`; or a trace file."""
 QS: Final = {"p50": 50.0, "p90": 90.0, "p99": 99.0}
+
+GATEWAY: Final = GatewayConfig()
+"""A gateway of which nobody says anything."""
 
 MOST_REQUESTS: Final = 1_000_000
 
@@ -79,6 +83,15 @@ class SimFlags:
         step within 50 ms beside answers.
     max_running
         Most sequences of a step.
+    overload
+        When the gateway refuses what would miss --slo-ttft or --slo-tpot: off, stage, early or
+        predicted, as a gateway's --overload. All but off have each request name both as its own.
+    gateway_max_running
+        --max-running of the gateway: requests in progress at once.
+    max_waiting
+        Requests that may wait for a place at the gateway; more are refused at once.
+    max_wait_s
+        Longest wait for a place, for a worker pair, and for blocks on decode.
     link
         What each worker sends with: GB/s are bytes, Gb/s bits. Frames go one after the other.
     slo_ttft
@@ -97,10 +110,14 @@ class SimFlags:
     rate: float = 1.0
     num_requests: int = 500
     scale_lengths: float = 1.0
-    policy: str = "least_loaded"
+    policy: str = GATEWAY.policy
     block_size: int = 16
     token_budget: int = 0
     max_running: int = 256
+    overload: OverloadName = "off"
+    gateway_max_running: int = GATEWAY.max_running
+    max_waiting: int = GATEWAY.max_waiting
+    max_wait_s: float = GATEWAY.max_wait_s
     link: str = "25GB/s"
     slo_ttft: str = "1s"
     slo_tpot: str = "100ms"
@@ -118,6 +135,9 @@ class SimFlags:
             ("--block-size", 1 <= self.block_size <= 4096, "1..4096"),
             ("--token-budget", 0 <= self.token_budget <= 1 << 20, f"0..{1 << 20}"),
             ("--max-running", 1 <= self.max_running <= 1 << 16, f"1..{1 << 16}"),
+            ("--gateway-max-running", self.gateway_max_running >= 1, "1 or more"),
+            ("--max-waiting", self.max_waiting >= 0, "0 or more"),
+            ("--max-wait-s", 0 < self.max_wait_s <= 60, "above 0 and at most 60"),
             ("--rate", 0 < self.rate < 1e6, "above 0 and below 1e6"),
             ("--attainment", 0 < self.attainment <= 1, "above 0 and at most 1"),
             ("--scale-lengths", 0.001 <= self.scale_lengths <= 1000, "0.001..1000"),
@@ -150,6 +170,10 @@ class SimFlags:
             block_size=self.block_size,
             token_budget=self.token_budget,
             max_running=self.max_running,
+            gateway_running=self.gateway_max_running,
+            gateway_waiting=self.max_waiting,
+            max_wait_s=self.max_wait_s,
+            overload=self.overload,
             link_bytes_s=read_link(self.link),
             is_exact=self.fidelity == "exact",
         )

@@ -18,6 +18,7 @@ from services.cli.bench.view import time_text
 from services.cli.bench.workload import Ask
 from services.cli.client import LOCAL_GATEWAY, RunningGateway
 from services.cli.plan.seen import SeenTraffic, ask_gateway, read_seen, seen_by_gateway
+from services.cli.plan.sim_flags import GATEWAY
 from services.cli.plan.sim_report import begin_report, seen_run, simulated_run
 from services.cli.plan.times_flags import TimesFlags, read_slo
 from services.cli.plan.view import progress, require_ranges, require_writable
@@ -265,7 +266,7 @@ def _felt(answer: SimAnswer, was: SeenRequest, door_s: float) -> SeenRequest:
 def _setting(seen: SeenTraffic, flags: VerifyFlags) -> tuple[MeshShape, MeshSetting, list[str]]:
     """The mesh as it stands, or as the flags say; and what is to be said of it."""
     mesh, notes = seen.mesh, _notes(seen)
-    policy = flags.policy or (mesh.policy if mesh is not None else "least_loaded")
+    policy = flags.policy or (mesh.policy if mesh is not None else GATEWAY.policy)
     if policy not in POLICIES:  # a name that a gateway tells imports nothing
         raise InvalidRequest(f"the mesh routes by {policy}: say so with --policy {policy}")
     workers = [] if mesh is None else [it for it in mesh.workers if not it.draining]

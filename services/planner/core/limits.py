@@ -14,15 +14,17 @@ class Felt:
     """What a run tells of limits.
 
     late, slow, unserved: shares of all requests that missed TTFT, that missed TPOT, and that got no
-    whole answer. ttft_use, tpot_use: what those that must keep their limit felt at worst, over it.
-    prompt_busy, answer_busy: of the time from the first arrival to the last token, the share in
-    which the busiest worker for prompts and for answers ran steps, however small. kv_use: blocks
-    held at most, of a pool of a worker for answers.
+    whole answer; refused: of those, by the gateway's admission. ttft_use, tpot_use: what those that
+    must keep their limit felt at worst, over it. prompt_busy, answer_busy: of the time from the
+    first arrival to the last token, the share in which the busiest worker for prompts and for
+    answers ran steps, however small. kv_use: blocks held at most, of a pool of a worker for
+    answers.
     """
 
     late: float
     slow: float
     unserved: float
+    refused: float = 0.0
     ttft_use: float
     tpot_use: float
     prompt_busy: float
@@ -43,7 +45,10 @@ class Limit:
 def binding_limit(felt: Felt) -> Limit:
     """Return which limit binds, and why."""
     if felt.unserved > max(felt.late, felt.slow):
-        return Limit("capacity", "blocks", f"{felt.unserved:.1%} of the requests were not served")
+        why = f"{felt.unserved:.1%} of the requests were not served"
+        if felt.refused <= felt.unserved / 2:
+            return Limit("capacity", "blocks", why)
+        return Limit("capacity", "gateway", f"{why}: its gateway refused {felt.refused:.1%}")
     is_ttft = (felt.late, felt.ttft_use) >= (felt.slow, felt.tpot_use)
     share, use = (felt.late, felt.ttft_use) if is_ttft else (felt.slow, felt.tpot_use)
     name = "TTFT" if is_ttft else "TPOT"

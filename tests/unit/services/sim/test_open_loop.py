@@ -304,5 +304,5 @@ def test_an_answer_that_outgrows_its_worker_fails_and_the_others_go_on(skips: bo
         SimRequest(1.0, (8,) * 30, 20),
     ]
     answers = run_open_loop(mesh, requests)
-    assert [answer.error for answer in answers] == ["", "overloaded", "", ""]
+    assert [answer.error for answer in answers] == ["", "no_blocks", "", ""]
     assert [answer.is_complete for answer in answers] == [True, False, True, True]

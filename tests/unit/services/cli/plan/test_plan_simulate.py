@@ -14,6 +14,7 @@ from services.cli import main
 from services.cli.plan.sim_flags import SimFlags
 from services.planner.core.mesh_text import MeshPart, MeshShape, Unit, read_mesh
 from services.planner.mesh_run import MeshRun
+from shared.config import GatewayConfig
 from shared.errors import InvalidRequest
 from shared.predict.times import OPT_13B_A100
 
@@ -43,6 +44,44 @@ def test_a_run_says_what_was_felt(capsys: pytest.CaptureFixture[str]) -> None:
     warned = told(capsys, "1D+1M")["warnings"]
     assert warned == ["nobody computes prompts for D, which does nothing: add a P"]
     assert told(capsys, "1D+1M", "--policy", "splitwise")["warnings"] == []
+
+
+def test_a_mesh_has_a_gateway_as_it_is_by_default() -> None:
+    """What nobody asks for is as in a mesh: policy, places, and how long is waited for one."""
+    flags, gateway = SimFlags(), GatewayConfig()
+    setting = flags.setting
+    assert (setting.policy, setting.overload) == (gateway.policy, gateway.overload)
+    assert setting.gateway_running == gateway.max_running
+    assert (setting.gateway_waiting, setting.max_wait_s) == (
+        gateway.max_waiting,
+        gateway.max_wait_s,
+    )
+
+
+def test_whom_the_gateway_refuses_did_not_attain(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Admission acts as in a mesh, and its refusals stand in the report."""
+    load = ("1P+3D", "--rate", "20", "--block-size", "256")
+    few = ("--gateway-max-running", "4", "--max-waiting", "3", "--max-wait-s", "0.5")
+    facts = told(capsys, *load, *few, "--output", str(tmp_path))
+    errors: Any = facts["errors"]
+    assert set(errors) == {"queue_full", "queue_timeout"}
+    limit: Any = facts["limit"]
+    assert (limit["name"], limit["phase"]) == ("capacity", "gateway")
+    assert facts["attainment"] <= 1 - sum(errors.values()) / 40  # type: ignore[operator]
+    rows = (tmp_path / "requests.csv").read_text()
+    assert rows.count("queue_full") == errors["queue_full"]
+    assert told(capsys, *load)["errors"] == {}
+
+
+def test_refusing_early_serves_more_in_time(capsys: pytest.CaptureFixture[str]) -> None:
+    """With --overload each request names the limits, and who would miss them makes room."""
+    load = ("1P+4D", "--rate", "20", "--block-size", "256", "--slo-ttft", "500ms")
+    off, early = (told(capsys, *load, "--overload", mode) for mode in ("off", "early"))
+    assert off["errors"] == {}
+    assert set(early["errors"]) == {"slo_ttft"}  # type: ignore[call-overload]
+    assert early["attainment"] > off["attainment"]  # type: ignore[operator]
 
 
 @pytest.mark.slow
