@@ -27,7 +27,7 @@ from services.sim.orders import WorkerSize
 from services.sim.worker import CoreWorker
 from shared.config import STEP_TOKENS
 from shared.errors import InvalidRequest
-from shared.predict.times import TimeModel
+from shared.predict.times import ScaledTimes, TimeModel
 from shared.telemetry.definitions import Slo, attainment, percentile
 
 TBT_TARGET_S = 0.05
@@ -151,8 +151,8 @@ def run_mesh(
 def _mesh(
     setting: MeshSetting, shape: MeshShape
 ) -> tuple[CoreMesh, list[tuple[MeshPart, CoreWorker]]]:
-    sizes = {part.unit: _size(setting, part.unit) for part in shape.parts}
-    largest = max(sizes.values(), key=lambda size: size.num_blocks)
+    sizes = [_size(setting, part) for part in shape.parts]
+    largest = max(sizes, key=lambda size: size.num_blocks)
     most_kv = max(setting.unit(part.unit).kv_tokens for part in shape.parts)
     spec, layout = simulated_model(setting.kv.name, setting.kv.token_bytes, most_kv)
     mesh = CoreMesh(
@@ -169,30 +169,33 @@ def _mesh(
     )
     mesh.overload.mode = OverloadMode(setting.overload)
     workers: list[tuple[MeshPart, CoreWorker]] = []
-    for part in shape.parts:
+    for part, size in zip(shape.parts, sizes, strict=True):
         role, is_mixed = _ROLES[part.kind]
         serves_both = is_mixed and mesh.policy.moves_roles
-        model = setting.unit(part.unit)
+        times = setting.unit(part.unit).times
+        if size.num_stages > 1:
+            times = ScaledTimes(times, 1 / size.num_stages)
         for _ in range(part.num):
-            engine = TimedEngine(model.times)
+            engine = TimedEngine(times)
             core = mesh.start(
                 role,
                 serves_both=serves_both,
                 is_colocated=is_mixed and not serves_both,
                 engine=engine,
-                size=sizes[part.unit],
+                size=size,
             )
             workers.append((part, core))
     mesh.settle()
     return mesh, workers
 
 
-def _size(setting: MeshSetting, unit: Unit) -> WorkerSize:
-    num_blocks = setting.unit(unit).kv_tokens // setting.block_size
+def _size(setting: MeshSetting, part: MeshPart) -> WorkerSize:
+    kv_tokens = setting.unit(part.unit).kv_tokens
+    num_blocks = kv_tokens // setting.block_size
     if num_blocks < 8:
         raise InvalidRequest(
             "--kv-tokens must hold 8 blocks of --block-size at least (a worker holds "
-            f"{setting.unit(unit).kv_tokens} tokens of KV here)"
+            f"{kv_tokens} tokens of KV here)"
         )
     return WorkerSize(
         num_blocks=num_blocks,
@@ -203,6 +206,8 @@ def _size(setting: MeshSetting, unit: Unit) -> WorkerSize:
         tbt_target_s=0.0 if setting.token_budget else TBT_TARGET_S,
         frame_bytes=1 << 40,  # a frame is a group of layers, whatever its length
         link_bytes_s=setting.link_bytes_s,
+        # Who decodes goes through all stages before its next step.
+        num_stages=part.unit.pp if part.kind == "P" else 1,
     )
 
 

@@ -21,7 +21,8 @@ class WorkerSize:
     """Limits of a worker. batch_tokens: prompts share a step up to so many tokens in all, 0 =
     ``token_budget``. tbt_target_s: of a mixed worker, how long a step may take beside answers; 0 =
     ``token_budget`` is obeyed instead. num_slots, frame_bytes: staging of transfers. link_bytes_s:
-    bandwidth with which it sends, one frame after the other; 0 = a frame takes no time."""
+    bandwidth with which it sends, one frame after the other; 0 = a frame takes no time. num_stages:
+    see ``Stages``; its engine tells how long a step is in one."""
 
     num_blocks: int
     block_size: int = 16
@@ -32,6 +33,7 @@ class WorkerSize:
     num_slots: int = 8
     frame_bytes: int = 64 << 20
     link_bytes_s: float = 0.0
+    num_stages: int = 1
 
 
 class Word(NamedTuple):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from services.sim.clock import EventClock
@@ -19,6 +20,7 @@ from services.sim.ends import KvEnds
 from services.sim.engine import ANSWER_TOKEN, DoneWork, SimEngine
 from services.sim.equal_steps import MOST_SKIPPED, EqualSteps
 from services.sim.orders import SimJob, Word, WorkerSize, slot_of
+from services.sim.stages import Stages
 from services.sim.token_times import StepEnds
 from shared.errors import MeshError
 from shared.ids import Incarnation
@@ -110,6 +112,7 @@ class CoreWorker:
         self.on_change: Callable[[], None] = lambda: None
         self.ends = KvEnds(self, layout, size)
         self.work = DoneWork()
+        self._stages = Stages(clock, size.num_stages)
         self._num_layers = layout.num_layers
         self._tell = tell
         self._skips = skips and engine.times is not None
@@ -298,9 +301,9 @@ class CoreWorker:
             for layer in range(1, self._num_layers):
                 at_s = seconds * layer / self._num_layers
                 self.clock.after(at_s, lambda num=layer: self.ends.layers_ready(pushes, num))
-        self.clock.after(seconds, lambda: self._finish(plan, pushes))
+        self.clock.after(seconds, lambda: self._finish(plan, pushes, seconds))
 
-    def _finish(self, plan: StepPlan, pushes: list[TransferKey]) -> None:
+    def _finish(self, plan: StepPlan, pushes: list[TransferKey], seconds: float = 0.0) -> None:
         if not self.is_alive:
             return
         self._stepping = None
@@ -309,12 +312,13 @@ class CoreWorker:
             self.ends.layers_ready(pushes, self._num_layers)
         outcome = self.scheduler.commit(plan, results)
         self.ends.computed(pushes)
-        for token in outcome.tokens:
-            self._sampled(self._jobs_of[token.sequence], token)
+        self._stages.leave(seconds, [partial(self._sampled, token) for token in outcome.tokens])
         self.do_leases(self.leases.grant_waiting(now=self.clock.now))
         self.step()
 
-    def _sampled(self, job: SimJob, token: NewToken) -> None:
+    def _sampled(self, token: NewToken) -> None:
+        if (job := self._jobs_of.get(token.sequence)) is None:
+            return  # cancelled in a later stage
         is_first = job.life.state is LifeState.COMPUTING
         if is_first:
             self._say_first(job, token)

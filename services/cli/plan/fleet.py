@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -45,6 +46,8 @@ class FleetFlags:
         time model's.
     tp
         Degrees of tensor parallelism that a worker may have: 1,2,4.
+    pp
+        Numbers of pipeline stages that a worker may have: 1,2,4. No engine of pdmesh runs them.
     price
         Euros of one device and hour: a100=1.80,h100=3.20. Without, what is counted is devices.
     watts
@@ -60,6 +63,7 @@ class FleetFlags:
 
     devices: Annotated[str, QUIET] = ""
     tp: str = "1"
+    pp: str = "1"
     price: Annotated[str, QUIET] = ""
     watts: Annotated[bool, Parameter(negative="")] = False
     max_devices: int | None = None
@@ -72,18 +76,13 @@ class FleetFlags:
         for name in names:
             if name not in DEVICES:
                 raise InvalidRequest(f"--devices: known are {', '.join(DEVICES)}, not {name!r}")
-        try:
-            degrees = [int(word) for word in self.tp.split(",")]
-        except ValueError:
-            degrees = [0]
-        known = f"degrees out of {','.join(map(str, DEGREES))}, not {self.tp!r}"
+        tps, pps = _degrees("--tp", self.tp), _degrees("--pp", self.pp)
         most, budget = self.max_devices, self.budget
         require_ranges(
-            ("--tp", {*degrees} <= {*DEGREES}, known),
             ("--max-devices", most is None or 1 <= most <= MOST_DEVICES, f"1..{MOST_DEVICES}"),
             ("--budget", budget is None or 0 < budget < 1e9, "above 0 and below 1e9"),
         )
-        units = [Unit(name, degree) for name in names or [""] for degree in degrees]
+        units = [Unit(*words) for words in product(names or [""], tps, pps)]
         fitting: list[Unit] = []
         for unit in units:
             try:
@@ -95,7 +94,8 @@ class FleetFlags:
             fitting.append(unit)
         if not fitting:
             raise InvalidRequest(
-                f"the weights of {flags.times.kv.name} fit into none of these: a higher --tp"
+                f"the weights of {flags.times.kv.name} fit into none of these: a higher "
+                "--tp or --pp"
             )
         return fitting
 
@@ -331,3 +331,11 @@ def _why_nothing(flags: SimFlags, bounds: dict[Unit, WorkerBound], found: _Found
         f": one worker does the prompts of at most {best.prompts:.3g} requests/s, or the answers "
         f"of {best.answers:.3g}; more --max-devices, a lower --rate or wider limits"
     )
+
+
+def _degrees(flag: str, text: str) -> list[int]:
+    found = [int(word) if word.strip().isdecimal() else 0 for word in text.split(",")]
+    if not {*found} <= {*DEGREES}:
+        known = ",".join(map(str, DEGREES))
+        raise InvalidRequest(f"{flag} must be degrees out of {known}, not {text!r}")
+    return found

@@ -230,6 +230,7 @@ class SimFlags:
                 lengths,
                 token_budget=self.token_budget or STEP_TOKENS,
                 max_running=self.max_running,
+                pp=unit.pp,
             )
         return found
 
@@ -239,9 +240,9 @@ class SimFlags:
 
     def impossible(self, units: Sequence[Unit]) -> list[str]:
         """Return which limits no number of these workers can keep, and what would be kept."""
-        times = [self.times.unit(unit).times for unit in units]
+        workers = [(self.times.unit(unit).times, unit.pp) for unit in units]
         budget = self.token_budget or STEP_TOKENS
-        least = least_limits(times, self.lengths(units), self.attainment, budget)
+        least = least_limits(workers, self.lengths(units), self.attainment, budget)
         return unmeetable(self.slo, least, self.attainment)
 
     def variant(self, **changes: Any) -> SimFlags:
@@ -286,6 +287,8 @@ class SimFlags:
         found = [self.times.unit(part.unit).times.warnings() for part in shape.parts]
         if shape.num_of("D") and not (shape.num_of("P") or POLICIES[self.policy]().moves_roles):
             found.append(["nobody computes prompts for D, which does nothing: add a P"])
+        if any(part.unit.pp > 1 for part in shape.parts):
+            found.append(["pp is for plans: neither pdmesh's engine nor --engine vllm runs stages"])
         return list(dict.fromkeys(word for words in found for word in words))
 
     def sources(self, shape: MeshShape) -> list[str]:

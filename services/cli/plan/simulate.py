@@ -43,7 +43,7 @@ def simulate(
     Parameters
     ----------
     mesh
-        Workers: 3P+2D, with P (prefill), D (decode), M (mixed); 2P(tp2)+1D(h100,tp4).
+        Workers: 3P+2D, with P (prefill), D (decode), M (mixed); 2P(tp2,pp2)+1D(h100,tp4).
     what_if
         Also find the highest rate that attains, what other rates, lengths and times would do, and
         whether as many workers in other roles would do better.

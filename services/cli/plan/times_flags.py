@@ -171,11 +171,11 @@ class TimesFlags:
     def _times(self, unit: Unit) -> tuple[TimeModel, int]:
         device = unit.device or (self.device if self.times != "splitwise" else None)
         if device is not None and self.times is None and self.profile is None and not self._parts:
-            roofline = RooflineTimes(self.kv, _device(device), unit.tp)
+            roofline = RooflineTimes(self.kv, _device(device), unit.tp, unit.pp)
             if not roofline.kv_tokens and self.kv_tokens is None:
                 raise InvalidRequest(
-                    f"the weights of {self.kv.name} do not fit into {unit.tp} x {device}: a higher "
-                    "degree, such as tp4 or tp8, or a larger device"
+                    f"the weights of {self.kv.name} do not fit into {unit.num_devices} x {device}: "
+                    "a higher degree, such as tp4 or tp8, or a larger device"
                 )
             return roofline, roofline.kv_tokens
         if self.times == "distserve":
@@ -185,9 +185,9 @@ class TimesFlags:
                 f"({unit.device}) in a mesh needs --device, whose times are a roofline's: this "
                 "time model knows one device"
             )
-        if unit.tp > 1:
+        if unit.num_devices > 1:
             raise InvalidRequest(
-                f"this time model knows no tp{unit.tp}: --device (a roofline) and --times "
+                f"this time model knows no {str(unit)[1:-1]}: --device (a roofline) and --times "
                 "distserve know degrees"
             )
         if (found := self._profile) is not None:
@@ -201,9 +201,10 @@ class TimesFlags:
         if unit.device not in ("", "a100"):
             raise InvalidRequest(f"DistServe's fits are of a100, not of {unit.device}")
         name = self.model or "opt-13b"
-        phase = self._distserve.phase(name, Degree(unit.tp, 1))
-        source = f"DistServe's fits of {name} on A100-80GB, tp {unit.tp}"
-        return DistServeTimes(phase.coefficients, source), phase.capacity
+        phase = self._distserve.phase(name, Degree(unit.tp, unit.pp))
+        stages = f", {unit.pp} stages" if unit.pp > 1 else ""
+        source = f"DistServe's fits of {name} on A100-80GB, tp {unit.tp}{stages}"
+        return DistServeTimes(phase.coefficients, source, unit.pp), phase.capacity
 
     def _affine(self) -> TimeModel:
         if self.times == "fake":

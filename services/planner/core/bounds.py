@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from services.planner.core.fetch import pipeline_makespan
 from services.planner.core.mesh_text import MeshShape, Unit
 from shared.predict.step_time import attended
 from shared.predict.times import TimeModel
@@ -49,9 +50,16 @@ class WorkerBound:
 
 
 def worker_bound(
-    times: TimeModel, kv_tokens: int, lengths: Lengths, *, token_budget: int, max_running: int
+    times: TimeModel,
+    kv_tokens: int,
+    lengths: Lengths,
+    *,
+    token_budget: int,
+    max_running: int,
+    pp: int = 1,
 ) -> WorkerBound:
-    """Return the bounds of one worker with full batches that never wait.
+    """Return the bounds of one worker with full batches that never wait. pp: stages, in each of
+    which one for prompts alone has others.
 
     Means are over steps: a request is among those that decode for as long as its answer is. Blocks
     of a prefix are held once, however many read them.
@@ -77,7 +85,7 @@ def worker_bound(
     # In a step that decodes anyway a prompt costs by what that step is longer.
     beside_s = times.step_s(round(prompt), round(depth), rows, round(rows * context)) - step_s
     both_s = min(prompt_s, max(beside_s, 0.0)) + answers_s
-    return WorkerBound(1 / prompt_s, _rate(answers_s), _rate(both_s))
+    return WorkerBound(pp / prompt_s, _rate(answers_s), _rate(both_s))
 
 
 def _rate(seconds: float) -> float:
@@ -94,15 +102,18 @@ def mesh_bound(shape: MeshShape, bounds: dict[Unit, WorkerBound]) -> float:
     return min(prompts, answers)
 
 
-def alone(times: TimeModel, one: AskedLengths, token_budget: int) -> tuple[float, float]:
+def alone(
+    times: TimeModel, one: AskedLengths, token_budget: int, pp: int = 1
+) -> tuple[float, float]:
     """Return TTFT and TPOT of a request that has a worker for its prompt and one for its answer to
-    itself, without the way between them."""
+    itself, without the way between them. pp: stages through which its chunks follow each other."""
     prompt, output = one.prompt, one.output
-    ttft_s, start = 0.0, prompt - one.num_new
+    chunks_s, start = list[float](), prompt - one.num_new
     while start < prompt:
         stop = min(prompt, start + token_budget)
-        ttft_s += times.step_s(stop - start, attended(start, stop), 0, 0)
+        chunks_s.append(times.step_s(stop - start, attended(start, stop), 0, 0))
         start = stop
+    ttft_s = pipeline_makespan(chunks_s, pp)
     steps = max(1, output - 1)
     first, last = prompt + 1, prompt + steps
     tpot_s = times.step_s(0, 0, 1, round((first + last) / 2))
@@ -110,11 +121,11 @@ def alone(times: TimeModel, one: AskedLengths, token_budget: int) -> tuple[float
 
 
 def least_limits(
-    times: Sequence[TimeModel], lengths: Lengths, target: float, token_budget: int
+    workers: Sequence[tuple[TimeModel, int]], lengths: Lengths, target: float, token_budget: int
 ) -> Slo:
     """Return the tightest limits that such a share of requests can keep on the quickest of these
-    workers, each request alone: no number of workers gets below them."""
-    felt = [[alone(each, one, token_budget) for one in lengths] for each in times]
+    workers, each with its stages, each request alone: no number of workers gets below them."""
+    felt = [[alone(times, one, token_budget, pp) for one in lengths] for times, pp in workers]
     ttft_s = min(percentile([ttft for ttft, _ in each], 100 * target) for each in felt)
     tpot_s = min(percentile([tpot for _, tpot in each], 100 * target) for each in felt)
     return Slo(ttft_s, tpot_s)

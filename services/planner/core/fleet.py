@@ -28,7 +28,7 @@ class Price:
 
     def cost(self, shape: MeshShape) -> float:
         """Return what a mesh costs."""
-        return sum(part.num * part.unit.tp * self.of[part.unit.device] for part in shape.parts)
+        return sum(it.num * it.unit.num_devices * self.of[it.unit.device] for it in shape.parts)
 
     def text(self, cost: float) -> str:
         """Return a cost with its unit: of one device without the plural."""
@@ -59,19 +59,19 @@ def candidates(
 
 def _shapes(units: Sequence[Unit], most: int, *, has_mixed: bool) -> Iterator[MeshShape]:
     for first, second in product(units, units):
-        for num_first in range(1, most // first.tp + 1):
-            left = most - num_first * first.tp
-            for num_second in range(1, left // second.tp + 1):
+        for num_first in range(1, most // first.num_devices + 1):
+            left = most - num_first * first.num_devices
+            for num_second in range(1, left // second.num_devices + 1):
                 pair = (MeshPart(num_first, "P", first), MeshPart(num_second, "D", second))
                 yield MeshShape.of(*pair)
                 if has_mixed and first == second:
-                    rest = (left - num_second * second.tp) // first.tp
+                    rest = (left - num_second * second.num_devices) // first.num_devices
                     for num_mixed in range(1, rest + 1):
                         yield MeshShape.of(*pair, MeshPart(num_mixed, "M", first))
     if has_mixed:
         for unit in units:
-            for num_prefill in range(most // unit.tp):
-                for num in range(1, most // unit.tp - num_prefill + 1):
+            for num_prefill in range(most // unit.num_devices):
+                for num in range(1, most // unit.num_devices - num_prefill + 1):
                     yield MeshShape.of(MeshPart(num_prefill, "P", unit), MeshPart(num, "M", unit))
 
 

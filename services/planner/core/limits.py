@@ -24,7 +24,7 @@ class Felt:
     late: float
     slow: float
     unserved: float
-    refused: float = 0.0
+    refused: float
     ttft_use: float
     tpot_use: float
     prompt_busy: float

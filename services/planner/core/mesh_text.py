@@ -1,4 +1,4 @@
-"""Meshes as people write them: ``3P+2D``, ``2P(tp2)+1D(h100)+1M``."""
+"""Meshes as people write them: ``3P+2D``, ``2P(tp2,pp2)+1D(h100)+1M``."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from shared.errors import InvalidRequest
 
 MOST_WORKERS: Final = 256
 DEGREES: Final = (1, 2, 4, 8)
-"""Of tensor parallelism."""
+"""Of tensor and of pipeline parallelism."""
 
-KNOWN: Final = "P (prefill), D (decode), M (mixed); in brackets tp1, tp2, tp4, tp8 or a device"
+KNOWN: Final = (
+    "P (prefill), D (decode), M (mixed); in brackets tp1, tp2, tp4, tp8, pp1, pp2, pp4, pp8 or a "
+    "device"
+)
 
 _PART: Final = re.compile(r"(\d{0,9})\s*x?\s*([A-Za-z]+)(?:\(([^()]*)\))?")
 _KINDS: Final = {"p": "P", "prefill": "P", "d": "D", "decode": "D", "m": "M", "mixed": "M"}
@@ -20,14 +23,22 @@ _ORDER: Final = "PDM"
 
 
 class Unit(NamedTuple):
-    """One worker's devices: which, and how many share every layer. device '': the plan's."""
+    """One worker's devices: which, how many share every layer, and in how many stages the layers
+    are. device '': the plan's."""
 
     device: str = ""
     tp: int = 1
+    pp: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        """Of all stages."""
+        return self.tp * self.pp
 
     def __str__(self) -> str:
-        words = [word for word in (self.device, f"tp{self.tp}" if self.tp > 1 else "") if word]
-        return f"({','.join(words)})" if words else ""
+        degrees = (("tp", self.tp), ("pp", self.pp))
+        words = [self.device, *(f"{name}{num}" for name, num in degrees if num > 1)]
+        return f"({','.join(filter(None, words))})" if any(words) else ""
 
 
 PLAIN: Final = Unit()
@@ -105,18 +116,19 @@ def read_mesh(text: str) -> MeshShape:
 
 
 def _read_unit(words: str, text: str) -> Unit:
-    device, tp = "", 0
+    device, degrees = "", dict[str, int]()
     for word in filter(None, words.lower().split(",")):
-        if tp if word.startswith("tp") else device:
-            raise InvalidRequest(f"({words}) in {text!r}: one degree and one device at most")
-        if re.fullmatch(r"tp\d{1,9}", word):
-            tp = int(word[2:])
-            if tp not in DEGREES:
-                degrees = ", ".join(f"tp{degree}" for degree in DEGREES)
-                raise InvalidRequest(f"{word} in {text!r}: known are {degrees}")
-        # Degrees of pipelines (pp) and experts (ep) are not simulated; none is a device's name.
+        kind = word[:2]
+        if kind in degrees if kind in ("tp", "pp") else device:
+            raise InvalidRequest(f"({words}) in {text!r}: one tp, one pp and one device at most")
+        if re.fullmatch(r"[tp]p\d{1,9}", word):
+            degrees[kind] = int(word[2:])
+            if degrees[kind] not in DEGREES:
+                known = ", ".join(f"{kind}{degree}" for degree in DEGREES)
+                raise InvalidRequest(f"{word} in {text!r}: known are {known}")
+        # Degrees of experts (ep) are not simulated; none is a device's name.
         elif re.fullmatch(r"[a-z][a-z0-9.-]*", word) and not re.fullmatch(r"[tpe]p\d*", word):
             device = word
         else:
             raise InvalidRequest(f"{word!r} in {text!r} is not known: write 3P+2D, with {KNOWN}")
-    return Unit(device, tp or 1)
+    return Unit(device, **degrees)

@@ -1,15 +1,21 @@
 """How long a step would take on a device that is not at hand: the larger of what its operations and
 its bytes take, from a model's shape and a data sheet.
 
-    time = max(operations / peak, bytes / bandwidth) + all-reduces of tensor parallelism + a launch
+    time = max(operations / peak, bytes / bandwidth) + all-reduces of tensor parallelism
+           + activations from stage to stage + a launch
 
 Operations are two for each weight and token and four for each attended position and element of the
 heads; bytes are the weights, once a step, and the context that decode rows read. Shares of data
 sheets' peaks that real kernels reach are assumptions, stated in ``DERATING``.
+
+With pipeline stages it is the way through all of them, as in DistServe's simulator: each has its
+part of the layers, prompts go from one to the next in one batch, and rows in as many batches as
+there are stages, one in each (so every stage reads its weights once for each of them).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -61,7 +67,8 @@ DEVICES: Final = {
 
 class Derating(NamedTuple):
     """What real kernels get. compute, bandwidth: shares of the peak. step_s: of a step's launch.
-    reduce_s: latency of one all-reduce. memory: share of the memory for weights and KV together."""
+    reduce_s: latency of one all-reduce, or of the way to the next stage. memory: share of the
+    memory for weights and KV together."""
 
     compute: float
     bandwidth: float
@@ -76,11 +83,13 @@ DERATING: Final = Derating(0.6, 0.8, 0.002, 8e-6, 0.9)
 
 @dataclass(frozen=True, slots=True)
 class RooflineTimes:
-    """A model on ``tp`` devices of one kind that share every layer; weights are as wide as KV."""
+    """A model on ``tp`` devices of one kind that share every layer, in each of ``pp`` stages of
+    layers; weights are as wide as KV."""
 
     model: KvShape
     device: DeviceSheet
     tp: int = 1
+    pp: int = 1
 
     def __post_init__(self) -> None:
         """Raise InvalidRequest: the model's weights are not known."""
@@ -94,20 +103,33 @@ class RooflineTimes:
     def source(self) -> str:
         """See TimeModel."""
         return (
-            f"roofline of {self.model.name} on {self.tp} x {self.device.name} ({self.device.sheet};"
+            f"roofline of {self.model.name} on {self._devices} ({self.device.sheet};"
             f" {DERATING.compute:.0%} of the operations, {DERATING.bandwidth:.0%} of the bandwidth)"
         )
 
     @property
+    def _devices(self) -> str:
+        stages = f" in each of {self.pp} stages" if self.pp > 1 else ""
+        return f"{self.tp} x {self.device.name}{stages}"
+
+    @property
+    def _largest(self) -> float:
+        """Part of the layers in the stage that has most of them."""
+        return math.ceil(self.model.num_layers / self.pp) / self.model.num_layers
+
+    @property
     def kv_tokens(self) -> int:
-        """Tokens of KV that fit beside the weights; 0 = not even these fit."""
-        memory = self.device.memory * self.tp * DERATING.memory
+        """Tokens of KV that fit beside the weights, in every stage; 0 = not even these fit."""
+        memory = self.device.memory * self.tp * DERATING.memory / self._largest
         free = memory - self.model.num_weights * self.model.bytes_per_element
         return max(0, int(free // self.model.token_bytes))
 
     def step_s(self, num_prompt: int, num_attended: int, num_rows: int, num_context: int) -> float:
         """See TimeModel."""
         model, device = self.model, self.device
+        if num_rows > 1:  # those in one stage
+            in_stage = math.ceil(num_rows / self.pp)
+            num_rows, num_context = in_stage, round(num_context * in_stage / num_rows)
         num_tokens = num_prompt + num_rows
         operations = 2 * model.num_weights * num_tokens
         elements = model.num_heads * model.head_dim * model.num_layers
@@ -115,7 +137,13 @@ class RooflineTimes:
         num_bytes = model.num_weights * model.bytes_per_element + model.token_bytes * num_context
         compute_s = operations / (device.flops * DERATING.compute * self.tp)
         memory_s = num_bytes / (device.bandwidth * DERATING.bandwidth * self.tp)
-        return max(compute_s, memory_s) + self._reduce_s(num_tokens) + DERATING.step_s
+        stages_s = max(compute_s, memory_s) * self._largest * self.pp
+        return stages_s + self._send_s(num_tokens) + self._reduce_s(num_tokens) + DERATING.step_s
+
+    def _send_s(self, num_tokens: int) -> float:
+        """Activations from each stage to the next, divided among its devices."""
+        num_bytes = num_tokens * self.model.hidden * self.model.bytes_per_element
+        return (self.pp - 1) * (num_bytes / self.tp / self.device.link + DERATING.reduce_s)
 
     def _reduce_s(self, num_tokens: int) -> float:
         """Two all-reduces a layer, by a ring."""

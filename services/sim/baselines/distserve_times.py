@@ -9,6 +9,7 @@ The order of the operations is kept: results are compared to the last printed de
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -64,19 +65,23 @@ class Degree:
 
 @dataclass(frozen=True, slots=True)
 class DistServeTimes:
-    """DistServe's fits of one model and degree, without pipelines. A step of both kinds, which
-    theirs never has, takes what its prompts and its decodes take, and one constant."""
+    """DistServe's fits of one model and degree: the way through all ``pp`` stages, prompts in one
+    batch and rows in one for each stage. A step of both kinds, which theirs never has, takes what
+    its prompts and its decodes take, and one constant."""
 
     fits: Coefficients
     source: str
+    pp: int = 1
 
     def step_s(self, num_prompt: int, num_attended: int, num_rows: int, num_context: int) -> float:
         """See TimeModel. Of whole prompts, the sum of squares is 2 x attended - tokens."""
-        total_ms = 0.0
+        total_ms, pp = 0.0, self.pp
         if num_prompt:
-            total_ms = self.fits.prefill_ms(num_prompt, 2 * num_attended - num_prompt, 1)
+            total_ms = pp * self.fits.prefill_ms(num_prompt, 2 * num_attended - num_prompt, pp)
         if num_rows:
-            decode_ms = self.fits.decode_ms(num_rows, num_context, 1)
+            in_stage = math.ceil(num_rows / pp)
+            num_rows, num_context = in_stage, num_context * in_stage // num_rows
+            decode_ms = pp * self.fits.decode_ms(num_rows, num_context, pp)
             if num_prompt:
                 small = num_rows < self.fits.large_from
                 decode_ms -= (self.fits.decode_small if small else self.fits.decode_large)[0]

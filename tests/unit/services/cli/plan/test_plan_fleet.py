@@ -94,7 +94,7 @@ def test_a_request_alone_is_the_least_that_can_be_felt() -> None:
     """A prompt in chunks, a token a step; what is cached is not computed."""
     assert alone(TIMES, AskedLengths(1000, 101), 500) == pytest.approx((0.12, 0.0101))
     assert alone(TIMES, AskedLengths(1000, 101, cached=900), 500)[0] == pytest.approx(0.02)
-    least = least_limits([TIMES], LENGTHS, 0.9, 2048)
+    least = least_limits([(TIMES, 1)], LENGTHS, 0.9, 2048)
     assert (least.ttft_s, least.tpot_s) == pytest.approx((0.11, 0.0101))
 
 
@@ -260,6 +260,7 @@ def test_what_binds(changes: dict[str, float], name: str, phase: str) -> None:
             "late",
             "slow",
             "unserved",
+            "refused",
             "ttft_use",
             "tpot_use",
             "prompt_busy",
@@ -270,6 +271,21 @@ def test_what_binds(changes: dict[str, float], name: str, phase: str) -> None:
     )
     limit = binding_limit(Felt(**{**nothing, **changes}))
     assert (limit.name, limit.phase) == (name, phase)
+
+
+def test_a_fleet_may_have_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    """Weights that fit no device fit two stages; each device counts, and the answer warns."""
+    flags = SimFlags(times=TimesFlags(device="a100", model="llama-3-70b"))
+    units = FleetFlags(pp="1,2").units(flags)
+    assert [str(unit) for unit in units] == ["(pp2)"]
+    assert FleetFlags().priced(flags, units).cost(read_mesh("2P(tp2,pp2)+1D(tp2)")) == 10.0
+    asked = ("fleet", "--device", "a100", "--model", "llama-3-70b", "--tp", "2", "--pp", "2")
+    load = ("--rate", "1", "--slo-ttft", "5s", "--num-requests", "30", "--block-size", "256")
+    facts = told(capsys, *asked, *load, "--no-what-if")
+    assert (facts["chosen"]["mesh"], facts["chosen"]["cost"]) == ("1P(tp2,pp2)+1M(tp2,pp2)", 8.0)
+    assert any("--engine vllm" in word for word in facts["run"]["warnings"])
+    assert main(["plan", "fleet", "--pp", "1,3"]) == 2
+    assert "--pp must be degrees out of 1,2,4,8" in capsys.readouterr().err
 
 
 def test_a_fleet_is_found_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

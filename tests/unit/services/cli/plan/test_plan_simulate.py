@@ -291,6 +291,10 @@ def test_default_times_are_the_published_fit() -> None:
         ("5xmixed", (MeshPart(5, "M"),)),
         ("1P+1D+2M+1P", (MeshPart(2, "P"), MeshPart(1, "D"), MeshPart(2, "M"))),
         (
+            "3P(tp2,pp2)+2D(pp4)",
+            (MeshPart(3, "P", Unit("", 2, 2)), MeshPart(2, "D", Unit("", 1, 4))),
+        ),
+        (
             "2P(tp2)+1D(H100, tp4)",
             (MeshPart(2, "P", Unit("", 2)), MeshPart(1, "D", Unit("h100", 4))),
         ),
@@ -308,12 +312,12 @@ def test_meshes_as_people_write_them(text: str, parts: tuple[MeshPart, ...]) -> 
     [
         *("", "3Q", "P+", "2", "3P", "2D", "0M", "9999M"),
         *("9" * 5000 + "M", "1M(tp" + "9" * 5000 + ")", "1M(tp)"),
-        *("1M(ep2)", "1M(tp3)", "1M(tp2", "1M(tp2,tp4)", "1M(a100,h100)"),
+        *("1M(ep2)", "1M(tp3)", "1M(tp2", "1M(tp2,tp4)", "1M(a100,h100)", "1M(pp3)"),
     ],
 )
 def test_meshes_that_are_none(text: str) -> None:
     """The known words, or what is missing."""
-    words = r"P \(prefill\)|needs P and D|1\.\.256|known are tp1|one degree"
+    words = r"P \(prefill\)|needs P and D|1\.\.256|known are [tp]p1|one tp"
     with pytest.raises(InvalidRequest, match=words):
         read_mesh(text)
 

@@ -8,6 +8,8 @@ import pytest
 
 from services.cli.plan.times_flags import TimesFlags
 from services.planner.core.mesh_text import Unit
+from services.planner.distserve_data import DistServeData
+from services.sim.baselines.distserve_times import Degree, first_stage_ms
 from shared.engine.fake import FakeEngine
 from shared.errors import InvalidRequest
 from shared.predict.fit_steps import StepSample, fit_steps
@@ -89,6 +91,30 @@ def test_a_roofline_is_bounded_by_weights_and_by_operations() -> None:
     assert prompt_s == pytest.approx(0.002 + 2 * 8.03e9 * 8192 / (989e12 * 0.6), rel=0.01)
     assert four.times.step_s(8192, 0, 0, 0) < 0.4 * prompt_s
     assert four.kv_tokens > 4 * one.kv_tokens
+
+
+def test_stages_of_a_roofline_share_layers_and_rows() -> None:
+    """A prompt goes through all of them, rows are in one each, weights and KV are divided."""
+    flags = TimesFlags(device="h100", model="llama-3-8b")
+    one, two = (flags.unit(Unit("", 1, pp)) for pp in (1, 2))
+    hop_s = 8e-6 + 8192 * 4096 * 2 / 450e9
+    assert two.times.step_s(8192, 0, 0, 0) - one.times.step_s(8192, 0, 0, 0) == pytest.approx(hop_s)
+    rows_s = two.times.step_s(0, 0, 64, 64_000) - 8e-6 - 32 * 4096 * 2 / 450e9
+    assert rows_s == pytest.approx(one.times.step_s(0, 0, 32, 32_000))
+    assert two.kv_tokens == pytest.approx(2 * one.kv_tokens + 16.06e9 / 131072, rel=1e-3)
+    # Of 32 layers the largest of three stages has 11.
+    three = flags.unit(Unit("", 1, 3))
+    assert three.kv_tokens == pytest.approx((72e9 * 32 / 11 - 16.06e9) / 131072, rel=1e-3)
+
+
+def test_stages_of_distserve_are_those_of_its_simulator() -> None:
+    """Each takes its part of the fit, and the first its share beside."""
+    times = TimesFlags(times="distserve", data=DATA).unit(Unit("", 1, 2)).times
+    fits = DistServeData(DATA, "distserve").phase("opt-13b", Degree(1, 2)).coefficients
+    prompt_ms = 2 * fits.prefill_ms(512, 512**2, 2) + first_stage_ms(512)
+    assert times.step_s(512, 512 * 513 // 2, 0, 0) == pytest.approx(prompt_ms / 1e3)
+    rows_ms = 2 * fits.decode_ms(4, 4 * 101, 2) + first_stage_ms(4 * 100)
+    assert times.step_s(0, 0, 8, 8 * 101) == pytest.approx(rows_ms / 1e3)
 
 
 def test_published_times_are_read_from_their_files() -> None:
