@@ -118,6 +118,7 @@ pdmesh doctor --json | jq .ok
 pdmesh profile                            the bundled model on this machine
 pdmesh profile --model /models/llama --device cuda:1
 pdmesh profile --force --json | jq .saturating_tokens
+pdmesh profile --from http://127.0.0.1:8000 -o mesh.json    what its workers have learned
 """,
     "plan": """
 pdmesh plan paper distserve               their figures, ours beside them

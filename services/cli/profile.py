@@ -1,7 +1,9 @@
-"""``pdmesh profile``: what this machine can do with a model, as prefill workers will know it."""
+"""``pdmesh profile``: what this machine can do with a model, as prefill workers will know it; or
+what a running mesh has learned of its steps."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -9,6 +11,7 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
+from services.cli.client import NO_ACCESS, Access, RunningGateway, require_url
 from services.cli.flags import CannotRun, config_flags, require_worker_modules
 from services.cli.interrupts import run_interruptible
 from services.cli.sources import ConfigFlag, JsonFlag
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 
 _FORCE: Final = Parameter(negative="")
 _OUTPUT: Final = Parameter(name=("--output", "-o"), show_env_var=False, show_default=False)
+_FROM: Final = Parameter(name="--from", show_env_var=False, show_default=False)
 _MEASURE: Final = Parameter(show_env_var=False, show_default="30")
 
 DEFAULT_MEASURE_S: Final = 30.0
@@ -38,6 +42,8 @@ def profile(
     force: Annotated[bool, _FORCE] = False,
     output: Annotated[Path | None, _OUTPUT] = None,
     measure: Annotated[float | None, _MEASURE] = None,
+    from_: Annotated[str | None, _FROM] = None,
+    access: Access = NO_ACCESS,
     as_json: JsonFlag = False,
     file: ConfigFlag = None,
 ) -> int:
@@ -55,7 +61,12 @@ def profile(
         to this file: a time model for pdmesh plan --profile.
     measure
         Seconds that --output may take.
+    from_
+        URL of a running gateway: measure nothing, and write to --output what its workers have
+        learned of their own steps.
     """
+    if from_ is not None:
+        return _profile_live(RunningGateway(url=from_, access=access), output, as_json=as_json)
     config.check()
     if config.engine == "fake":
         raise CannotRun("--engine fake computes on no machine: there is nothing to measure")
@@ -108,7 +119,23 @@ def _profile_steps(config: PrefillConfig, output: Path, limit_s: float, *, as_js
 
     if code := run_interruptible(main):
         return code
-    (found,) = measured
+    return _write(measured[0], output, as_json=as_json)
+
+
+def _profile_live(gateway: RunningGateway, output: Path | None, *, as_json: bool) -> int:
+    require_url(gateway.url, "--from")
+    if output is None:
+        raise InvalidRequest("--from needs --output: the file that pdmesh plan --profile reads")
+    _require_steps(output, DEFAULT_MEASURE_S)
+    from services.cli.plan.live_profile import profile_of
+
+    found, notes = profile_of(gateway)
+    for note in notes:
+        print(note, file=sys.stderr)
+    return _write(found, output, as_json=as_json)
+
+
+def _write(found: StepProfile, output: Path, *, as_json: bool) -> int:
     try:
         found.write(output)
     except OSError as error:

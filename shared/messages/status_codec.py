@@ -100,4 +100,5 @@ def _fit_from_wire(fit: wire.StepFit | None) -> StepFit:
     if not all(0.0 <= value < math.inf for value in coefficients):
         return NO_FIT
     errors = _amount(fit.error_p50), _amount(fit.error_p90)
-    return StepFit(*coefficients, fit.num_steps, *errors, _amount(fit.mean_ratio) or 1.0)
+    ratio, largest = _amount(fit.mean_ratio) or 1.0, (fit.most_tokens, fit.most_attended)
+    return StepFit(*coefficients, fit.num_steps, *errors, ratio, *largest)

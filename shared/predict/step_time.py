@@ -47,7 +47,7 @@ class StepFit(NamedTuple):
     error_p50, error_p90: of the last steps, |predicted - real| / real, each predicted before it was
     learned. num_steps: learned in all, those of a profile included. mean_ratio: what steps take in
     the mean, times what this predicts, which is the ordinary step of the last few: sums of many
-    steps need the mean.
+    steps need the mean. most_tokens, most_attended: of the largest steps learned, 0 = not known.
     """
 
     constant_s: float = 0.0
@@ -57,6 +57,8 @@ class StepFit(NamedTuple):
     error_p50: float = 0.0
     error_p90: float = 0.0
     mean_ratio: float = 1.0
+    most_tokens: int = 0
+    most_attended: int = 0
 
     @property
     def is_known(self) -> bool:
@@ -94,6 +96,7 @@ class StepTimeModel:
         self._num_levels = 0
         self._num_steps = 0
         self._num_unfitted = 0
+        self._most_tokens = self._most_attended = 0
         self._errors = RunningQuantiles(_NUM_ERRORS)
 
     def profiled(self) -> None:
@@ -123,6 +126,8 @@ class StepTimeModel:
         self._line.observe((1.0, num_tokens, num_attended), seconds)
         self._num_steps += 1
         self._num_unfitted += 1
+        self._most_tokens = max(self._most_tokens, num_tokens)
+        self._most_attended = max(self._most_attended, num_attended)
         if self._num_unfitted >= _REFIT_STEPS:
             self._fit()
 
@@ -146,6 +151,8 @@ class StepTimeModel:
             self._errors.quantile(0.5),
             self._errors.quantile(0.9),
             self._mean_level / self._level,
+            self._most_tokens,
+            self._most_attended,
         )
 
     def _shape_s(self, num_tokens: int, num_attended: int) -> float:

@@ -44,6 +44,10 @@ async def test_a_live_mesh_is_replayed_and_watched(tmp_path: Path) -> None:
         assert names[:4] == ["gateway", "prefill_queue", "prefill", "hand_over"]
         again = json.loads(await told("plan", "verify", str(kept), "--json"))
         assert again["figures"] == facts["figures"]
+        profile = tmp_path / "mesh.json"
+        learned = json.loads(await told("profile", "--from", url, "-o", str(profile), "--json"))
+        assert learned["answers"]["constant_s"] == pytest.approx(0.1, rel=0.3)
+        assert 1 <= learned["prompts"]["most_tokens"] <= 2048
         folder = json.loads(await told("plan", "verify", str(report), "--json"))
         assert (folder["mesh"], folder["num_requests"]) == ("1P+1D", 24)
 

@@ -190,7 +190,8 @@ class RecentWorker(msgspec.Struct, forbid_unknown_fields=True):
     prompts that wait there. prompt_steps, answer_steps: how long its steps take with prompts and
     without, in seconds for a step (constant_s), each of its tokens (token_s) and each position that
     these attend to (attended_s), which is the ordinary step of the last few; in the mean they take
-    mean_ratio as long; num_steps 0 = not known. step_tokens: of its largest step; batch_tokens: up
+    mean_ratio as long, and the largest learned had most_tokens and most_attended (0 = not known);
+    num_steps 0 = not known. step_tokens: of its largest step; batch_tokens: up
     to so many, prompts share one; max_running: most sequences of one, 0 = not known. token_bytes:
     KV of one token in all layers. taken: prompts that it was sent since it began, by every
     gateway."""

@@ -23,7 +23,7 @@ MOST_P99: Final = 0.2
 seen."""
 
 FAR: Final = 1 << 60
-"""Coefficients that workers report say nothing of how far they hold."""
+"""Of coefficients that were kept without how far they hold."""
 
 UNEQUAL: Final = 0.2
 """Share by which steps of workers of a kind may differ until it is said that they do."""
@@ -168,9 +168,10 @@ def _mean(fits: Sequence[StepFit]) -> FittedPhase | None:
         token_s=sum(fit.mean_ratio * fit.token_s for fit in fits) / num,
         attended_s=sum(fit.mean_ratio * fit.attended_s for fit in fits) / num,
         error=max(fit.error_p50 for fit in fits),
-        num_steps=sum(fit.num_steps for fit in fits),
-        most_tokens=FAR,
-        most_attended=FAR,
+        # A gateway's JSON has floats for them.
+        num_steps=int(sum(fit.num_steps for fit in fits)),
+        most_tokens=int(max(fit.most_tokens for fit in fits)) or FAR,
+        most_attended=int(max(fit.most_attended for fit in fits)) or FAR,
     )
 
 

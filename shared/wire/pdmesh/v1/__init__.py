@@ -810,6 +810,8 @@ class StepFit(betterproto2.Message):
     error_p50: "float" = betterproto2.field(5, betterproto2.TYPE_DOUBLE)
     error_p90: "float" = betterproto2.field(6, betterproto2.TYPE_DOUBLE)
     mean_ratio: "float" = betterproto2.field(7, betterproto2.TYPE_DOUBLE)
+    most_tokens: "int" = betterproto2.field(8, betterproto2.TYPE_UINT64)
+    most_attended: "int" = betterproto2.field(9, betterproto2.TYPE_UINT64)
 
 default_message_pool.register_message("pdmesh.v1", "StepFit", StepFit)
 

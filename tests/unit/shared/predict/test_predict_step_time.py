@@ -41,6 +41,7 @@ def test_exact_steps_are_predicted_exactly() -> None:
         assert model.predict(*step) == pytest.approx(real_s(*step), rel=0.01)
         assert fit.seconds(*step) == pytest.approx(model.predict(*step))
     assert fit.error_p90 < 0.01
+    assert (fit.most_tokens, fit.most_attended) == (512, 140_000)
 
 
 def test_nothing_is_predicted_from_a_few_steps() -> None:
