@@ -6,6 +6,7 @@ Knows no endpoint: the caller brings a msgspec decoder of its body's type.
 
 from __future__ import annotations
 
+import codecs
 import re
 import zlib
 from typing import TypeVar
@@ -64,6 +65,7 @@ def parse_body(data: bytes, decoder: msgspec.json.Decoder[Body]) -> Body:
     Raises InvalidRequest: not UTF-8, not JSON (with the position), too deeply nested, or a field of
     the wrong type (``param`` is its path). No message repeats the body's content.
     """
+    data = data.removeprefix(codecs.BOM_UTF8)  # of editors on Windows; json.loads takes it, too
     try:
         data.decode("utf-8")
         body = decoder.decode(data)

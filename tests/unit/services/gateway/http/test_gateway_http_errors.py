@@ -178,6 +178,14 @@ async def test_compressed_bodies_are_read(encoding: str, data: bytes) -> None:
         assert (status, body["choices"]) == (200, want["choices"])
 
 
+async def test_a_body_may_begin_with_the_mark_of_windows_editors() -> None:
+    """As with servers on Python's json, and as a trace and a configuration may."""
+    async with gateway(ScriptedMesh()) as client:
+        for data in (b"\xef\xbb\xbf" + ASKED, ASKED):
+            status, _, _ = await client.ask("POST", "/v1/completions", data=data)
+            assert status == 200
+
+
 @pytest.mark.parametrize(
     ("encoding", "data", "status", "code", "word"),
     [
