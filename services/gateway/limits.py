@@ -21,6 +21,9 @@ from shared.tenants import MAX_LIMIT_MS, MAX_PRIORITY, Asked
 
 MAX_CONNECTIONS = 16_384
 MAX_BODY_BYTES = 4 << 20
+MAX_BODIES_BYTES = 512 << 20
+"""Of all requests in hand together, but for bodies that come with one read."""
+
 MAX_HEADER_LINE_BYTES = 8190
 MAX_HEADERS = 100
 MAX_JSON_DEPTH = 64

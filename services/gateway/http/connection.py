@@ -31,6 +31,7 @@ from services.gateway.http.messages import (
     head_of,
     too_large,
 )
+from shared.errors import Overloaded
 from shared.listening import listen_at
 from shared.rpc.network import Address
 from shared.rpc.tls import HANDSHAKE_WITHIN_S, HTTP, ServerTls
@@ -61,7 +62,7 @@ class BrokenBody(Exception):
 class HttpRequest:
     """One request. path: decoded, without the query. parameters: of its route's pattern.
 
-    is_last: the connection ends with its response.
+    is_last: the connection ends with its response. num_kept: bytes of its body; see ``keep``.
     """
 
     __slots__ = (
@@ -72,6 +73,7 @@ class HttpRequest:
         "is_http11",
         "is_last",
         "method",
+        "num_kept",
         "parameters",
         "path",
     )
@@ -88,6 +90,7 @@ class HttpRequest:
         self.is_last = message.should_close
         self.is_answered = False
         self._body = body
+        self.num_kept = 0
 
     @property
     def content_length(self) -> int:
@@ -102,7 +105,7 @@ class HttpRequest:
     async def read(self) -> bytes:
         """Return the body; a client that waits to be asked for it is asked.
 
-        Raises TooLarge, InvalidRequest (its framing is wrong).
+        Raises TooLarge, InvalidRequest (its framing is wrong), Overloaded (see ``keep``).
         """
         body = self._body
         if body.is_eof():
@@ -115,11 +118,23 @@ class HttpRequest:
         try:
             while part := await body.readany():
                 data += part
+                self.keep(len(part))
                 if len(data) > limits.MAX_BODY_BYTES:
                     raise too_large()
         except BrokenBody:
             raise bad_http() from None
         return bytes(data)
+
+    def keep(self, num_bytes: int) -> None:
+        """Count bytes of its body, which stay until it is answered.
+
+        Raises Overloaded: those of all requests together are too many.
+        """
+        listener = self.connection.listener
+        self.num_kept += num_bytes
+        listener.num_kept_bytes += num_bytes
+        if listener.num_kept_bytes > limits.MAX_BODIES_BYTES:
+            raise Overloaded("too many large requests at once", retry_after_s=1.0)
 
     async def drop_body(self) -> None:
         """Read what is left of the body, for nobody."""
@@ -143,6 +158,7 @@ class _Listener:
     tasks: asyncio.TaskGroup
     connections: set[Connection] = field(default_factory=lambda: set())
     idle: dict[Connection, None] = field(default_factory=lambda: {})  # longest first
+    num_kept_bytes: int = 0
     is_closing: bool = False
     has_ended: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -185,7 +201,7 @@ class Connection(BaseProtocol):
             max_msg_queue_size=MAX_PIPELINED,
         )
         super().__init__(loop, self._requests)
-        self._listener = listener
+        self.listener = listener
         self._waiting: deque[tuple[RawRequestMessage, StreamReader]] = deque()
         self._last_body: StreamReader | None = None
         self._task: asyncio.Task[None] | None = None
@@ -200,7 +216,7 @@ class Connection(BaseProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        listener = self._listener
+        listener = self.listener
         if len(listener.connections) >= limits.MAX_CONNECTIONS and listener.idle:
             # Heads that never end would lock everybody out.
             longest_idle = next(iter(listener.idle))
@@ -237,8 +253,8 @@ class Connection(BaseProtocol):
         if is_upgraded:
             self._is_over = True  # to a protocol that nobody speaks here: the answer says so
         if self._task is None and (self._waiting or self._is_broken):
-            self._listener.idle.pop(self, None)
-            self._task = self._listener.tasks.create_task(self._serve())
+            self.listener.idle.pop(self, None)
+            self._task = self.listener.tasks.create_task(self._serve())
 
     def resume_reading(self, resume_parser: bool = True) -> None:
         if self._reading_paused:  # aiohttp's bodies call it with every read
@@ -247,7 +263,7 @@ class Connection(BaseProtocol):
     def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)
         self._is_over = True
-        self._listener.forget(self)
+        self.listener.forget(self)
         if self._watch is not None:
             self._watch.cancel()
         if self._task is not None:
@@ -265,8 +281,11 @@ class Connection(BaseProtocol):
                     self._read_on()
                 # If what follows is no HTTP, that is told in a response of its own (``_complain``).
                 is_over = self._is_over and not self._is_broken and not self._waiting
-                request.is_last |= is_over or self._listener.is_closing
-                response = await self._listener.handler(request)
+                request.is_last |= is_over or self.listener.is_closing
+                try:
+                    response = await self.listener.handler(request)
+                finally:
+                    self.listener.num_kept_bytes -= request.num_kept
                 if response is not None:
                     await self.send(request, response)
                 elif not request.is_answered:
@@ -287,10 +306,10 @@ class Connection(BaseProtocol):
             # Nothing was awaited since the look for another request.
             self._task = None
             self._idle_since = self._loop.time()
-            if self._is_over or self._listener.is_closing or self._waiting:
+            if self._is_over or self.listener.is_closing or self._waiting:
                 self.end()
             else:
-                self._listener.idle[self] = None
+                self.listener.idle[self] = None
 
     def _read_on(self) -> None:
         self._buffer_paused = False
@@ -324,8 +343,8 @@ class Connection(BaseProtocol):
             whole["Connection"] = "close"
         elif not request.is_http11:
             whole["Connection"] = "keep-alive"
-        if self._listener.headers_for is not None:
-            whole |= self._listener.headers_for(request)
+        if self.listener.headers_for is not None:
+            whole |= self.listener.headers_for(request)
         return head_of(status, whole)
 
     async def send(self, request: HttpRequest, response: Response) -> None:

@@ -302,7 +302,8 @@ def _pattern(path: str) -> re.Pattern[str]:
 async def read_body(request: HttpRequest, call: Call, decoder: msgspec.json.Decoder[Body]) -> Body:
     """Read and parse a JSON body.
 
-    Raises TooLarge, InvalidRequest, DeadlinePassed (it did not arrive in BODY_TIMEOUT_S).
+    Raises TooLarge, InvalidRequest, Overloaded (too many large ones are in hand), DeadlinePassed
+    (it did not arrive in BODY_TIMEOUT_S).
     """
     if request.has_arrived:  # whole, as short ones do: no need of a timer
         data = await request.read()
@@ -315,7 +316,8 @@ async def read_body(request: HttpRequest, call: Call, decoder: msgspec.json.Deco
                 f"the body did not arrive within {BODY_TIMEOUT_S:g} s", code="body_timeout"
             ) from None
     if (encoding := request.headers.get("Content-Encoding")) is not None:
-        data = plain(data, encoding)
+        packed, data = data, plain(data, encoding)
+        request.keep(len(data) - len(packed))
     body = parse_body(data, decoder)
     note(Moment.PARSED, call.caller.request_id, num_bytes=len(data))
     return body

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from services.gateway.front.auth import KeyRing, hash_key
 from services.gateway.limits import MAX_BODY_BYTES
-from services.gateway.mesh import Tokens
+from services.gateway.mesh import GenerationRequest, Tokens
 from shared.errors import (
     DeadlinePassed,
     InvariantViolated,
@@ -154,6 +154,38 @@ async def test_bodies_are_bounded() -> None:
 
         status, _, body = await client.ask("POST", "/v1/completions", data=chunks())
         assert (status, body["error"]["code"]) == (413, "body_too_large")
+
+
+@pytest.mark.parametrize("encoding", ["identity", "gzip"])
+async def test_all_bodies_together_are_bounded(
+    encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one is in hand the next large one is told to come again, and a small one is served."""
+    monkeypatch.setattr("services.gateway.limits.MAX_BODIES_BYTES", 1 << 20)
+    is_asked, may_end = asyncio.Event(), asyncio.Event()
+
+    async def script(request: GenerationRequest) -> AsyncGenerator[Tokens]:
+        if not is_asked.is_set():
+            is_asked.set()
+            await may_end.wait()
+        async for tokens in saying("the end")(request):
+            yield tokens
+
+    body = ASKED.ljust(700_000)
+    large = {
+        "data": packed(body) if encoding == "gzip" else body,
+        "headers": {"Content-Encoding": encoding},
+    }
+    async with gateway(ScriptedMesh(script)) as client, asyncio.TaskGroup() as tasks:
+        first = tasks.create_task(client.ask("POST", "/v1/completions", **large))
+        await is_asked.wait()
+        status, headers, answer = await client.ask("POST", "/v1/completions", **large)
+        assert (status, headers["Retry-After"]) == (503, "1")
+        assert answer["error"]["message"] == "too many large requests at once"
+        assert (await client.ask("POST", "/v1/completions", data=ASKED))[0] == 200
+        may_end.set()
+        assert (await first)[0] == 200
+        assert (await client.ask("POST", "/v1/completions", **large))[0] == 200
 
 
 ASKED = json.dumps({"model": "tiny", "prompt": "a b", "max_tokens": 2}).encode()
