@@ -118,17 +118,25 @@ def _end_span(front: FrontDoor, route: str, call: Call) -> None:
     span.end(error="" if call.outcome == "ok" else call.outcome)
 
 
-def typed(failure: Exception, call: Call) -> MeshError:
-    """Return the failure as the client may know it: our own bugs are logged in full and shown as an
-    id."""
-    if isinstance(failure, MeshError):
-        if failure.code == "grammar_failed" and call.answers is not None:
-            # A worker knows the grammar, and not which field it came in.
-            param = call.answers.choices[0].structure_param
-            return limits.refusal(param, failure.message, code=failure.code)
-        return failure
-    log.error("internal error", request_id=call.request_id, exc_info=failure)
-    return InvariantViolated(f"internal error; its log has request id {call.request_id}")
+def typed(failure: Exception, call: Call, *, is_cut: bool = False) -> MeshError:
+    """Return the failure as the client may know it, our own bugs as an id of what is logged in
+    full, and note that the call ended so. is_cut: by its code, for its client reads nothing.
+
+    Who catches the failure gives what this returns no name: a frame that an error came through
+    keeps what its names say, so the two would keep each other, and the prompt, until the garbage
+    collector comes.
+    """
+    if not isinstance(failure, MeshError):
+        log.error("internal error", request_id=call.request_id, exc_info=failure)
+        error = InvariantViolated(f"internal error; its log has request id {call.request_id}")
+    elif failure.code == "grammar_failed" and call.answers is not None:
+        # A worker knows the grammar, and not which field it came in.
+        param = call.answers.choices[0].structure_param
+        error = limits.refusal(param, failure.message, code=failure.code)
+    else:
+        error = failure
+    call.outcome = error.code if is_cut else error.type
+    return error
 
 
 _OPERATIONS = {

@@ -137,9 +137,7 @@ class Inference:
             try:
                 yield call
             except MeshError as failure:
-                error = typed(failure, call)
-                call.outcome = error.type
-                raise error from None
+                raise typed(failure, call) from None
             except asyncio.CancelledError:
                 deadline_at = call.caller.deadline_at
                 if deadline_at is not None and asyncio.get_running_loop().time() >= deadline_at:

@@ -133,9 +133,7 @@ async def _stream(
         # Before the first byte the guard answers with a status; after it the stream says it.
         if not events.has_begun:
             raise
-        error = typed(failure, call)
-        call.outcome = error.code if events.is_cut else error.type
-        await events.end(answer_format.failed(error))
+        await events.end(answer_format.failed(typed(failure, call, is_cut=events.is_cut)))
 
 
 class _Chunks:

@@ -236,14 +236,12 @@ class Routes:
         except ConnectionError:  # the client has gone
             raise
         except Exception as failure:
-            error = typed(failure, call)
-        else:
-            # A stream that broke has its error's type already: its 200 was on the way.
-            if call.outcome == "cancelled":
-                call.outcome = "ok"
-            return response
-        call.outcome = error.type
-        return error_response(error, headers=call.headers, error_body=route.error.of)
+            shape = route.error.of
+            return error_response(typed(failure, call), headers=call.headers, error_body=shape)
+        # A stream that broke has its error's type already: its 200 was on the way.
+        if call.outcome == "cancelled":
+            call.outcome = "ok"
+        return response
 
     def _refused(self, request: HttpRequest, methods: dict[str, Route]) -> Response:
         """Where there is no such route, or none for the method, in our shape."""
