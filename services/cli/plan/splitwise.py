@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, Literal
 
+from services.cli.bench.search import RateSearch
 from services.cli.plan.view import Kept, progress, require_ranges, say_how_long, show_tables
 from services.cli.sources import JsonFlag
 from services.planner.core.paper_table import PaperRow, PaperTable
@@ -18,6 +20,7 @@ from services.planner.core.provisioning import (
     broken_limits,
     iso_power,
     provision,
+    within,
 )
 from services.planner.splitwise_data import (
     drawn,
@@ -41,6 +44,15 @@ from shared.runtime.service import EXIT_OK
 _OVERLAP: Final = 10
 """Their model of layer-wise transfers that are 90 % hidden: ten times the bandwidth."""
 _SPLITS: Final = 5
+_STEP: Final = 1.02
+"""Rates that differ by less are the same."""
+_LOWEST: Final = 1.0
+_THEIRS: Final = {
+    ("HH", "code", "bloom-176b", "power 70"): "35P + 5T",
+    ("AA", "code", "bloom-176b", "power 70"): "55P + 15T",
+    ("HH", "conv", "bloom-176b", "power 70"): "25P + 15T",
+}
+"""Their clusters of most throughput at the power of 40 DGX-H100."""
 
 Transfer = Literal["layer-wise", "serialized", "as-coded"]
 
@@ -57,13 +69,15 @@ def splitwise(
     most_prompt: int = 39,
     most_token: int = 69,
     seed: int = 0,
+    budget: float | None = None,
+    budget_of: Literal["cost", "power"] = "power",
     as_json: JsonFlag = False,
 ) -> int:
     """Splitwise (ISCA'24): equal power, its performance model, machines for a rate under nine SLOs.
 
     With --data: how well the performance model predicts runs that it has not seen, and by
     simulation of its router and machines the fewest prompt machines for each number of token
-    machines. Ctrl-C shows what has been found.
+    machines, or the most requests a second for a --budget. Ctrl-C shows what has been found.
 
     Parameters
     ----------
@@ -89,6 +103,10 @@ def splitwise(
         Most token machines tried.
     seed
         Of lengths and arrivals.
+    budget
+        Find the cluster that serves the highest rate for so much, in DGX-A100: of cost, or power.
+    budget_of
+        What --budget is of.
     """
     require_ranges(
         ("--rate", 0 < rate < 1e6, "above 0"),
@@ -96,6 +114,13 @@ def splitwise(
         ("--most-prompt", 1 <= most_prompt <= 1000, "1..1000"),
         ("--most-token", 1 <= most_token <= 1000, "1..1000"),
     )
+    clusters: list[Provisioned] = []
+    if budget is not None:
+        clusters = within(DESIGNS[design], budget, budget_of, most_prompt, most_token)
+        is_enough = f"enough for a prompt and a token machine of {design}"
+        require_ranges(("--budget", bool(clusters), is_enough))
+        if data is None:
+            raise InvalidRequest("--budget needs --data: how long machines take")
     tables = [_power()]
     if data is None:
         show_tables(tables, as_json=as_json)
@@ -117,20 +142,31 @@ def splitwise(
     }[transfer]
     reasons: dict[tuple[int, int], list[str]] = {}
 
-    def is_fine(num_prompt: int, num_token: int) -> bool:
-        if (num_prompt, num_token) in reasons:
-            return not reasons[num_prompt, num_token]
-        requests = drawn(lengths, rate, duration, seed)
+    def broken(num_prompt: int, num_token: int, at: float) -> list[str]:
+        requests = drawn(lengths, at, duration, seed)
         if not requests:
             raise InvalidRequest("no request arrives: give a higher --rate or a longer --duration")
         machines = cluster(num_prompt, num_token, times[0], times[1], served)
         SplitwiseSim(machines, bandwidth=bandwidth).run(requests)
-        reasons[num_prompt, num_token] = broken_limits(requests, alone)
-        on_progress(len(reasons))
+        return broken_limits(requests, alone)
+
+    def is_fine(num_prompt: int, num_token: int) -> bool:
+        if (num_prompt, num_token) not in reasons:
+            reasons[num_prompt, num_token] = broken(num_prompt, num_token, rate)
+            on_progress(len(reasons))
         return not reasons[num_prompt, num_token]
 
-    found: list[Provisioned] = []
     kept = Kept()
+    if budget is not None:
+        goal = f"{budget_of} {budget:g}"
+        rising: list[tuple[Provisioned, float]] = []
+        with kept, progress(f"{model}, {workload}, {design}, {goal}", len(clusters)) as one_more:
+            rising.extend(_rising(clusters, rate, broken, one_more))
+        title = f"Splitwise: {design}, {model}, {workload}, most requests/s for {goal}"
+        theirs = _THEIRS.get((design, workload, model, goal), "")
+        show_tables([*tables, _most(title, rising, theirs)], as_json=as_json)
+        return kept.exit_code(is_good=bool(rising))
+    found: list[Provisioned] = []
     with kept, progress(f"{model}, {workload}, {design}", most_prompt + most_token) as on_progress:
         began = time.perf_counter()
         is_fine(most_prompt, most_token)
@@ -140,8 +176,8 @@ def splitwise(
     title = f"Splitwise: {design}, {model}, {workload}, {rate:g} requests/s, {transfer} transfers"
     is_theirs = (design, model, workload, rate) == ("HH", "bloom-176b", "code", 70)
     frontier = _frontier(title, found, "27P + 3T" if is_theirs else "")
-    if broken := reasons.get((most_prompt, most_token)):
-        limits = "; ".join(broken[:3])
+    if missed := reasons.get((most_prompt, most_token)):
+        limits = "; ".join(missed[:3])
         words = f"{most_prompt}P + {most_token}T do not keep the limits: {limits}"
         frontier = PaperTable(title, (), [words])
     show_tables([*tables, frontier], as_json=as_json)
@@ -182,6 +218,48 @@ def _errors(runs: list[MeasuredRun]) -> PaperTable:
     rows.append(PaperRow("all of them", "< 3 %", mean, 2, "%"))
     return PaperTable(
         f"Splitwise: MAPE of the performance model, mean of {_SPLITS} 80:20 splits", rows
+    )
+
+
+def _rising(
+    clusters: list[Provisioned],
+    first: float,
+    broken: Callable[[int, int, float], list[str]],
+    one_more: Callable[[], None],
+) -> Iterator[tuple[Provisioned, float]]:
+    """Yield each cluster that keeps the limits at a higher rate than those before it, and which."""
+    best = 0.0
+    for one in clusters:
+        # What does not beat the best is one simulation.
+        search = RateSearch(best * _STEP or first, 1.0, _STEP - 1, lowest=max(best, _LOWEST))
+        while (rate := search.next_rate()) is not None:
+            search.add(rate, float(not broken(one.num_prompt, one.num_token, rate)))
+        one_more()
+        if search.best > best:
+            best = search.best
+            yield one, best
+
+
+def _most(title: str, rising: list[tuple[Provisioned, float]], theirs: str) -> PaperTable:
+    rows = [
+        PaperRow(
+            f"{one.num_prompt}P + {one.num_token}T, requests/s",
+            theirs if (one, rate) == rising[-1] else "",
+            rate,
+            1,
+            why=f"cost {one.cost:.2f}, power {one.power:.2f}",
+        )
+        for one, rate in rising
+    ]
+    return PaperTable(
+        title,
+        rows,
+        [
+            "clusters that keep all nine SLOs at a higher rate than those with fewer token "
+            "machines: the last serves most"
+            if rows
+            else f"no cluster keeps the limits at {_LOWEST:g} requests/s or more"
+        ],
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 from services.planner.core.placement import quantile
 from services.sim.baselines.splitwise_machine import SplitwiseRequest
@@ -83,6 +83,36 @@ class Provisioned:
     cost: float
     power: float
 
+    @classmethod
+    def of(
+        cls, design: tuple[MachineType, MachineType], num_prompt: int, num_token: int
+    ) -> Provisioned:
+        """Return so many machines, with what they cost and use."""
+        prompt, token = design
+        return cls(
+            num_prompt,
+            num_token,
+            num_prompt * prompt.cost + num_token * token.cost,
+            num_prompt * prompt.power + num_token * token.power,
+        )
+
+
+def within(
+    design: tuple[MachineType, MachineType],
+    budget: float,
+    goal: Literal["cost", "power"],
+    most_prompt: int,
+    most_token: int,
+) -> list[Provisioned]:
+    """Return the clusters of a budget: for each number of token machines as many prompt machines as
+    it has left."""
+    prompt, token = (getattr(kind, goal) for kind in design)
+    nums = [
+        (min(most_prompt, int((budget - num_token * token) / prompt + 1e-9)), num_token)
+        for num_token in range(1, most_token + 1)
+    ]
+    return [Provisioned.of(design, *num) for num in nums if num[0] >= 1]
+
 
 def provision(
     design: tuple[MachineType, MachineType],
@@ -94,7 +124,6 @@ def provision(
 
     is_fine must not turn false when machines are added; then this asks P + T times, not P x T.
     """
-    prompt_type, token_type = design
     num_prompt, is_found = most_prompt, False
     # Then no smaller one is, either.
     if not is_fine(most_prompt, most_token):
@@ -108,11 +137,6 @@ def provision(
         if is_found and num_prompt == before:
             continue  # a token machine more, and not one prompt machine less
         is_found = True
-        yield Provisioned(
-            num_prompt,
-            num_token,
-            num_prompt * prompt_type.cost + num_token * token_type.cost,
-            num_prompt * prompt_type.power + num_token * token_type.power,
-        )
+        yield Provisioned.of(design, num_prompt, num_token)
         if num_prompt == 1:
             return

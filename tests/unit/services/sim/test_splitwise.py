@@ -15,6 +15,7 @@ from services.planner.core.provisioning import (
     iso_power,
     provision,
     slowdowns,
+    within,
 )
 from services.planner.founding_data import decode_ms
 from services.planner.splitwise_data import (
@@ -273,6 +274,18 @@ def test_the_frontier_is_that_of_the_whole_grid() -> None:
     fewest = {t: min(ps) for t, ps in fine.items() if ps}
     assert found == {t: p for t, p in fewest.items() if p < fewest.get(t - 1, 99)}
     assert len(asked) <= 2 * (9 + 9)
+
+
+def test_a_budget_is_spent_on_machines_of_both_kinds() -> None:
+    """As many prompt machines as what is left buys; who has the power of 40 H100 has 70 A100."""
+    found = within(DESIGNS["HA"], 10.0, "cost", 3, 69)
+    assert [(one.num_prompt, one.num_token) for one in found] == [
+        *((3, 1), (3, 2), (2, 3), (2, 4), (2, 5), (1, 6), (1, 7))
+    ]
+    assert found[3].cost == 2 * 2.35 + 4
+    for design, num in (("HH", 40), ("AA", 70)):
+        most = within(DESIGNS[design], 70.0, "power", 99, 99)
+        assert {one.num_prompt + one.num_token for one in most} == {num}
 
 
 def test_coding_at_70_requests_a_second_takes_27_and_3() -> None:

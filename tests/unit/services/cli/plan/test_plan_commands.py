@@ -248,6 +248,16 @@ def test_splitwises_clusters_for_programs(
     assert bool(frontier["rows"]) == (code == 0)
     assert all(row["theirs"] == "" for row in frontier["rows"])
     assert ("do not keep the limits" in frontier["notes"][0]) == (code == 1)
+    assert main([*command, "--budget", "7", "--budget-of", "power"]) == 0
+    *_, most = json.loads(capsys.readouterr().out)
+    assert most["title"].endswith("most requests/s for power 7")
+    rates = [row["ours"] for row in most["rows"]]
+    assert rates == sorted(rates)
+    assert rates[-1] > 1.0
+    assert main([*command, "--budget", "1"]) == 2
+    assert "--budget must be enough for a prompt and a token machine" in capsys.readouterr().err
+    assert main([*command[:3], "--budget", "70"]) == 2
+    assert "--budget needs --data" in capsys.readouterr().err
 
 
 def test_a_damaged_file_of_the_founding_documents_is_named(
