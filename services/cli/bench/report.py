@@ -160,7 +160,8 @@ def _plot(rows: Sequence[Mapping[str, Any]], slo: Slo, path: Path) -> None:
 def save_picture(figure: Any, path: Path) -> None:
     """Write one of matplotlib's figures as SVG."""
     matplotlib: Any = importlib.import_module("matplotlib")
-    with matplotlib.rc_context({"svg.fonttype": "none"}):  # text stays text: small, selectable
+    # Text stays text: small, selectable. Names within a picture come from what it shows.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "pdmesh"}):
         figure.savefig(path, metadata={"Date": None, "Creator": None})
 
 

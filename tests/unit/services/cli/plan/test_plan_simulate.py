@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -82,6 +85,27 @@ def test_refusing_early_serves_more_in_time(capsys: pytest.CaptureFixture[str]) 
     assert off["errors"] == {}
     assert set(early["errors"]) == {"slo_ttft"}  # type: ignore[call-overload]
     assert early["attainment"] > off["attainment"]  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("has_files", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_equal_seeds_give_equal_bytes_in_every_process(has_files: bool, tmp_path: Path) -> None:
+    """What is printed, and every file: nothing hangs on the order of a set, or on the clock."""
+    command = (sys.executable, "-m", "services.cli", "plan", "simulate", "1P+1D", "--rate", "4")
+    flags = ("--num-requests", "6", "--block-size", "256", "--no-what-if", "--json")
+    runs = [
+        subprocess.Popen(
+            [*command, *flags, *(("--output", str(tmp_path / seed)) if has_files else ())],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            stdout=subprocess.PIPE,
+        )
+        for seed in "12"
+    ]
+    said = [run.communicate()[0] for run in runs]
+    assert said[0].startswith(b"{")
+    assert said[0] == said[1]
+    files = [{it.name: it.read_bytes() for it in (tmp_path / s).glob("*")} for s in "12"]
+    assert files[0] == files[1]
+    assert ({"report.json", "report.svg"} <= files[0].keys()) == has_files
 
 
 @pytest.mark.slow
