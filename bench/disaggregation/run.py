@@ -171,8 +171,9 @@ def resume(record: Record, path: Path, systems: Collection[str], loads: Collecti
     record.rows += [row for row in content["rows"] if row["load"] in loads]
 
 
-def make_model(folder: Path) -> None:
-    """Write a random Llama of 87 M parameters with the demo model's tokenizer.
+def make_model(folder: Path, vocab_size: int = VOCAB) -> None:
+    """Write a random Llama of 87 M parameters with the demo model's tokenizer; of 125 M with a
+    vocabulary of 32,000, most of which no tokenizer knows.
 
     Its likeliest token is always one that is text by itself. A part of a character is held back
     until the rest has come, and the client would see gaps of several steps.
@@ -184,7 +185,7 @@ def make_model(folder: Path) -> None:
     transformers.logging.disable_progress_bar()
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
+        vocab_size=vocab_size,
         hidden_size=768,
         intermediate_size=2048,
         num_hidden_layers=12,
@@ -195,7 +196,7 @@ def make_model(folder: Path) -> None:
         eos_token_id=1,
     )
     tokenizer = Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json"))
-    texts = [tokenizer.decode([token_id]) for token_id in range(VOCAB)]
+    texts = [tokenizer.decode([token_id]) for token_id in range(vocab_size)]
     no_text = [token_id for token_id, text in enumerate(texts) if not text or "\ufffd" in text]
     model: Any = transformers.LlamaForCausalLM(config)
     with torch.no_grad():

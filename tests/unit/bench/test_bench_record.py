@@ -99,3 +99,20 @@ def test_what_a_mesh_does_takes_the_row_of_what_a_lane_can_do() -> None:
     (row,) = headlines.table({"transfer": [rates(pdmesh=2.0), both]})[2:]
     assert "from pool to pool" in row
     assert "**1.0 GB/s** | NIXL 3.0 | ucx_perftest, ucp_put_bw 4.0, writes one buffer" in row
+
+
+def test_the_best_server_stands_beside_ours() -> None:
+    """Other shapes of ours are no peers; a run without vLLM's server has no row."""
+
+    def run_of(**rates: float) -> dict[str, Any]:
+        rows = [
+            {"load": "32 clients", "system": system, "tokens_per_s": rate}
+            for system, rate in {"pdmesh up": 9.0, "pdmesh up, 1 prefill": 8.0, **rates}.items()
+        ]
+        about = {"at": "2026-01-01T00:00:00", "commit": "a"}
+        return {"environment": about, "goals": [], "rows": rows}
+
+    assert not headlines.table({"serve": [run_of(**{"llama-server": 3.0})]})[2:]
+    both = run_of(**{"llama-server": 3.0, "vllm-cpu": 2.0})
+    (row,) = headlines.table({"serve": [both]})[2:]
+    assert "**9 tokens/s** | 3 (llama-server)" in row
