@@ -21,6 +21,7 @@ from shared.rpc.methods import CHANGE_ROLE
 from shared.step import StepRow
 from tests.support.calls import call_unary
 from tests.support.core_mesh import ThereAndBack
+from tests.support.loopback import LoopbackSettings
 from tests.support.tiers import few
 from tests.support.whole_mesh import Answer, WholeMesh, whole_mesh
 from tests.support.worker_mesh import RunningWorker, a_prompt, expected, virtual_time
@@ -275,6 +276,47 @@ async def test_a_move_in_any_phase_changes_no_token(which: str, when_s: float) -
             assert task.result().token_ids == expected(prompt, 30)
         await all_home(mesh)
         assert pools(mesh) == ["prompt", "prompt", "token", "token"]
+        await mesh.idle()
+        mesh.assert_nothing_left()
+
+
+SLOW_LINK = LoopbackSettings(latency_s=0.0005, bytes_per_s=1e5)
+"""Half a second for the KV of 400 tokens."""
+
+
+@pytest.mark.parametrize("state", ["a receive is quarantined", "a push is unacknowledged"])
+@virtual_time
+async def test_a_move_while_kv_is_on_its_way_changes_no_token(state: str) -> None:
+    """Both workers of the transfer move at that moment. Blocks into which somebody may still write
+    stay nobody's, and a push goes on to its end, whatever the homes are then."""
+    async with whole_mesh(**EITHER, num_prefill=2, num_decode=2) as mesh:
+        fast, mesh.fabric.settings = mesh.fabric.settings, SLOW_LINK
+        prompt, is_given_up = a_prompt(400), state == "a receive is quarantined"
+        async with asyncio.TaskGroup() as tasks:
+            asked = tasks.create_task(mesh.ask(prompt, 20))
+            source, sink = mesh.prefills[0], mesh.decodes[0]
+            await mesh.until(lambda: sink.worker.receiver.core.statistics().num_live)
+            if is_given_up:
+                asked.cancel()
+                await mesh.until(lambda: sink.worker.leases.statistics().num_quarantined_blocks)
+            else:
+                await mesh.until(lambda: source.worker.requests.num_prompts == 1)
+                await mesh.until(lambda: not source.worker.scheduler.has_prompts)
+            for running, home in ((source, "token"), (sink, "prompt")):
+                await move(mesh, running, home)
+            if is_given_up:
+                assert sink.worker.leases.statistics().num_quarantined_blocks
+            else:
+                assert source.worker.pusher.core.statistics().num_transfers == 1
+        if not is_given_up:
+            assert asked.result().token_ids == expected(prompt, 20)
+        mesh.fabric.settings = fast
+        answers = await ask_all(mesh, [a_prompt(90, seed=i) for i in range(8)], 12)
+        assert [it.token_ids for it in answers] == [
+            expected(a_prompt(90, seed=i), 12) for i in range(8)
+        ]
+        await all_home(mesh)
+        assert pools(mesh) == ["token", "prompt", "prompt", "token"]
         await mesh.idle()
         mesh.assert_nothing_left()
 
