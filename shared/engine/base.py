@@ -126,6 +126,10 @@ class Engine(Protocol):
         CPU)."""
         ...
 
+    def page_lock(self, memory: np.ndarray) -> None:
+        """Let this engine's device copy to and from host memory by itself, if it can; to the end of
+        the process. Nothing on a CPU."""
+
     def gather(
         self,
         block_table: Sequence[int],

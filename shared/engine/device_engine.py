@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
 import torch
 
 from shared.engine.base import Buffer, Engine, PreparedStep, QueuedStep
-from shared.engine.device import enter_thread, new_staging
+from shared.engine.device import enter_thread, new_staging, page_lock
 from shared.engine.failures import DeviceFailures
 from shared.engine.gpu.streams import Passing, Streams
 from shared.engine.sampling.guides import Guides
@@ -86,6 +87,9 @@ class DeviceEngine(Engine):
     def new_buffer(self, num_bytes: int) -> Buffer:
         with DeviceFailures("allocating a staging buffer"):
             return new_staging(num_bytes, self._device)
+
+    def page_lock(self, memory: np.ndarray) -> None:
+        page_lock(memory, self._device)
 
     def gather(
         self,

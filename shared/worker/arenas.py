@@ -119,6 +119,7 @@ class DramArena:
             )
         slot_bytes = engine.block_size * engine.layout.token_bytes
         self.bytes = np.empty((self.num_slots, slot_bytes), np.uint8)
+        engine.page_lock(self.bytes)
         self._digests = [b""] * self.num_slots
 
     async def store(self, moves: Sequence[BlockMove], on_read: Callable[[], None]) -> bool:

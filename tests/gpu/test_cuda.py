@@ -20,9 +20,11 @@ from shared.config import DecodeConfig, GatewayConfig, PrefillConfig
 from shared.engine.gpu.device_memory import MemoryNeeds, largest_steps
 from shared.engine.torch_engine import TorchEngine
 from shared.engine.torch_forward import TorchForward
+from shared.engine.worker import ThreadCompute
 from shared.model_folder import DEMO_FOLDER
 from shared.request import SamplingParams
 from shared.step import StepRow
+from shared.worker.arenas import DramArena
 from tests.support.engine_driver import Driver, greedy
 from tools.demo_model.data import recall_prompt
 
@@ -51,6 +53,14 @@ def test_the_engine_on_cuda_continues_as_on_cpu() -> None:
     """Greedy tokens in float32 are the same on both devices."""
     prompt = [5 + 7 * index % 1200 for index in range(300)]
     assert _continuation("cuda", prompt, 24) == _continuation("cpu", prompt, 24)
+
+
+def test_a_tier_in_host_memory_is_page_locked() -> None:
+    """The device copies to and from it without a buffer of the driver's between."""
+    engine = TorchEngine.load(DEMO_FOLDER, device="cuda", dtype="float32", num_blocks=16)
+    arena = DramArena(engine, ThreadCompute(engine), 64 << 20)
+    assert torch.from_numpy(arena.bytes).is_pinned()
+    engine.close()
 
 
 def test_kv_takes_its_share_and_the_largest_steps_still_fit() -> None:
