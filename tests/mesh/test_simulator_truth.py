@@ -4,11 +4,12 @@ of times, and every worker's blocks end the same; whether equal steps are skippe
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import structlog
 
-from tests.support.sim_truth import Outcome, drawn_case, on_the_mesh, simulated
+from tests.support.sim_truth import Case, Outcome, drawn_case, on_the_mesh, simulated
 from tests.support.tiers import few
 
 ROUNDING_S = 1e-9
@@ -31,23 +32,30 @@ def require_equal(ours: Outcome, theirs: Outcome) -> None:
     assert ours.ledgers == theirs.ledgers
 
 
-def judge(seed: int, num_requests: int) -> None:
+def judge(case: Case) -> Outcome:
     """One drawn mesh, policy, pool and load."""
-    case = drawn_case(seed, num_requests)
     truth = on_the_mesh(case)
     exact, runs = (simulated(case, truth, skips=skips) for skips in (False, True))
     assert runs == exact
     require_equal(exact, truth.outcome)
+    return exact
 
 
 @pytest.mark.parametrize("seed", few(range(6), 0, 1))
 def test_runs_exact_and_the_whole_mesh_are_one(seed: int) -> None:
     """Few, for every day."""
-    judge(seed, num_requests=50)
+    judge(drawn_case(seed, num_requests=50))
+
+
+@pytest.mark.parametrize("seed", few((0, 3, 4, 5), 0))
+def test_a_full_gateway_refuses_the_same_requests(seed: int) -> None:
+    """Who runs, who waits and who is turned away: admission is in both."""
+    case = replace(drawn_case(seed, num_requests=50), places=3, rate=150.0)
+    assert "" in {it.finish for it in judge(case).felt}
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(300))
 def test_three_hundred_seeds_of_two_hundred_requests(seed: int) -> None:
     """The same, at length."""
-    judge(seed, num_requests=200)
+    judge(drawn_case(seed, num_requests=200))

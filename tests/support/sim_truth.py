@@ -37,6 +37,7 @@ TIMES = AffineTimes(
     context_token_s=TIMING.context_token_s,
 )
 MAX_RUNNING = 64
+MAX_WAIT_S = 2.0
 SETTLED_S = 1.0
 
 
@@ -66,7 +67,8 @@ class Outcome(NamedTuple):
 @dataclass(frozen=True)
 class Case:
     """A mesh and a load. num_shared: tokens of which two thirds of the prompts begin with half at
-    least. most_output: of an answer."""
+    least. most_output: of an answer. places: how many requests run at the gateway, and how many may
+    wait there."""
 
     seed: int
     num_prefill: int
@@ -78,6 +80,7 @@ class Case:
     rate: float = 60.0
     num_shared: int = 0
     most_output: int = 60
+    places: int = 512
 
     @property
     def requests(self) -> list[SimRequest]:
@@ -151,7 +154,12 @@ def on_the_mesh(case: Case) -> Truth:
             model=MODEL,
             timing=TIMING,
             seed=case.seed,
-            gateway={"policy": case.policy, "max_running": 512, "max_waiting": 512},
+            gateway={
+                "policy": case.policy,
+                "max_running": case.places,
+                "max_waiting": case.places,
+                "max_wait_s": MAX_WAIT_S,
+            },
             prefill={**both, "batch_tokens": 1},
             decode=both,
         ) as mesh:
@@ -221,8 +229,9 @@ def simulated(case: Case, truth: Truth, *, skips: bool) -> Outcome:
         lambda _: TimedEngine(TIMES),
         size,
         policy=case.policy,
-        max_running=512,
-        max_waiting=512,
+        max_running=case.places,
+        max_waiting=case.places,
+        max_wait_s=MAX_WAIT_S,
         wire_s=0.0,
         skips=skips,
     )
