@@ -142,7 +142,8 @@ def _terms(terms: Mapping[str, Any] | None) -> str:
         speed = "" if terms["load"] else ", at a speed that it does not report"
         lies = f"{loaded:,} tokens from below its pool{speed}"
         wait = f"the longer of {wait} and load {terms['load']:.3g} ({lies})"
-    return f" = {wait} + compute {terms['compute']:.3g} {unit}{cached}"
+    how = ", by its load alone" if terms.get("by_load") else ""
+    return f" = {wait} + compute {terms['compute']:.3g} {unit}{cached}{how}"
 
 
 def _best(workers: Sequence[Mapping[str, Any]], chosen: str) -> list[Mapping[str, Any]]:

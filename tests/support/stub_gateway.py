@@ -19,7 +19,7 @@ def a_view(**changes: Any) -> dict[str, Any]:
     worker: dict[str, Any] = {
         "running": 3, "waiting": 2, "pending_tokens": 12345, "blocks": blocks, "step_s": 0.0125,
         "paired": [], "state": "usable", "moves": False,
-        "prediction": {"believed": True, "ttft_error": None},
+        "prediction": {"known": True, "believed": True, "ttft_error": None},
     }  # fmt: skip
     prompts = {"tokens": 0, "cached_tokens": 0, "dram_tokens": 0, "ssd_tokens": 0}
     return {

@@ -38,10 +38,10 @@ class ClusterBlocks(msgspec.Struct, forbid_unknown_fields=True):
 
 class ClusterPrediction(msgspec.Struct, forbid_unknown_fields=True):
     """How long a worker's steps take is known, and how well. believed: false = its predictions were
-    wrong for a minute, and it is routed by load alone. queue_s: until a prompt that comes now would
-    begin. Errors are medians of |predicted - real| / real: of its steps with prompts, of those
-    without, and of the time to the first token of answers whose prompts it computed (null if too
-    few ended in the last minute)."""
+    wrong for a minute. Unless known and believed it is routed by load alone. queue_s: until a
+    prompt that comes now would begin. Errors are medians of |predicted - real| / real: of its steps
+    with prompts, of those without, and of the time to the first token of answers whose prompts it
+    computed (null if too few ended in the last minute)."""
 
     known: bool
     believed: bool

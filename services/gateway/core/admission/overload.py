@@ -23,7 +23,7 @@ has a token. Pure: ``now`` is an argument, seconds come from ``ReportedSpeeds``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -76,11 +76,10 @@ class ReportedSpeeds:
     def step_s(self, worker: Worker, num_answers: int) -> float:
         """One step of so many answers, the time between their tokens, with as much context as those
         that it holds have. Grows with their number."""
-        steps = worker.status.answer_steps
-        if not steps.is_known:
+        if not worker.is_step_predictable:
             return 0.0
         context = worker.reserved_tokens / worker.num_answers if worker.num_answers else 0.0
-        return steps.seconds(num_answers, round(num_answers * context))
+        return worker.status.answer_steps.seconds(num_answers, round(num_answers * context))
 
 
 class Forecast(NamedTuple):
@@ -205,24 +204,23 @@ class Overload:
         tpot_s: float = math.inf,
         cached: Mapping[int, Hit] = NO_HITS,
     ) -> Forecast:
-        """Return what a prompt that is sent now would see at the pair that serves it soonest."""
+        """Return what a prompt that is sent now would see at the pair that serves it soonest, of
+        workers that can be predicted; zeros, if none can."""
         speeds = self._speeds
-        best_s, place = math.inf, 0
-        for idx, worker in enumerate(sides.prefills):
+        ttfts_s: list[float] = []
+        for worker in sides.prefills:
             num_cached = cached.get(worker.place, NOTHING).tokens
             prompt_s = speeds.prompt_s(worker, num_tokens, num_cached)
-            ttft_s = speeds.queue_s(worker, now) + prompt_s
-            if ttft_s < best_s:
-                best_s, place = ttft_s, idx
+            ttfts_s.append(prompt_s and speeds.queue_s(worker, now) + prompt_s)
+        best_s, place = _least_known(ttfts_s)
         alone_s = best_s - speeds.queue_s(sides.prefills[place], now)
-        tbt_s, chosen, num_answers = math.inf, sides.decodes[0], 0
-        for idx in sides.partners_of(place):
-            worker = sides.decodes[idx]
-            is_early = self.mode is not OverloadMode.PREDICTED
-            num = worker.num_answers if is_early else self._num_in(worker, now, best_s)
-            step_s = speeds.step_s(worker, num + 1)
-            if step_s < tbt_s:
-                tbt_s, chosen, num_answers = step_s, worker, num
+        partners = [sides.decodes[idx] for idx in sides.partners_of(place)]
+        is_early = self.mode is not OverloadMode.PREDICTED
+        nums = [it.num_answers if is_early else self._num_in(it, now, best_s) for it in partners]
+        tbt_s, at = _least_known(
+            [speeds.step_s(it, num + 1) for it, num in zip(partners, nums, strict=True)]
+        )
+        chosen, num_answers = partners[at], nums[at]
         retry_s = 0.0
         if tbt_s > tpot_s:
             retry_s = self._retry_s(chosen, num_answers, tpot_s, now)
@@ -261,6 +259,12 @@ class Overload:
         if num_over > len(ends) or ends[num_over - 1] == math.inf:
             return 1.0  # nobody knows
         return max(0.0, ends[num_over - 1] - now)
+
+
+def _least_known(seconds: Sequence[float]) -> tuple[float, int]:
+    """Return the least and its place; 0 = not known, and taken only where nothing is."""
+    place = min(range(len(seconds)), key=lambda it: seconds[it] or math.inf)
+    return seconds[place], place
 
 
 def late(terms: Terms, forecast: Forecast) -> WouldBeLate | None:

@@ -13,11 +13,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from services.gateway.core.index.fetches import Hit
 from services.gateway.core.index.holdings import Column, Holdings
 from services.gateway.core.worker import Worker
 from shared.ids import Incarnation
+
+Mask = NDArray[np.bool_]
 
 _NO_FIT = (np.nan,) * 3
 _ONE_STEP = float(1 << 40)
@@ -45,13 +48,24 @@ class PromptColumns(NamedTuple):
         each_s = self.token_s + self.attended_s * ((cached + (num_tokens + 1)) * 0.5)
         return np.ceil(num / self.step_tokens) * self.constant_s + each_s * num
 
+    def guess(self, waits: Column, num_tokens: int) -> Mask | None:
+        """See ``_guess``; who has no fit waits for the prompt tokens that it has, in full steps."""
+        each_s = self.constant_s / self.step_tokens + self.token_s
+        each_s += self.attended_s * (num_tokens * 0.5)
+        unknown = _guess(each_s, self[1:5])
+        if unknown is not None:
+            waits[unknown] = (self.pending_tokens * each_s)[unknown]
+        return unknown
+
 
 class AnswerColumns(NamedTuple):
-    """Of each worker: a step with one more answer (not a number: its fit is not known) and what a
-    token of context adds, and what it holds."""
+    """Of each worker: its fit of steps with answers alone (not a number: seconds are not known),
+    and what it holds."""
 
-    tokens_s: Column
+    constant_s: Column
+    token_s: Column
     attended_s: Column
+    num_answers: Column
     reserved_tokens: Column
     capacity_tokens: Column
     reserved_share: Column
@@ -60,8 +74,27 @@ class AnswerColumns(NamedTuple):
         """Return seconds of a step with one more answer, behind a prompt of so many tokens; more by
         ``no_room_s`` where it does not fit."""
         context = self.reserved_tokens + num_tokens
-        seconds = self.tokens_s + self.attended_s * context
+        seconds = self.constant_s + self.token_s * (self.num_answers + 1.0)
+        seconds += self.attended_s * context
         return seconds + no_room_s * (context >= self.capacity_tokens)
+
+    def guess(self, num_tokens: int) -> Mask | None:
+        """See ``_guess``."""
+        seconds = self.constant_s + self.token_s + self.attended_s * num_tokens
+        return _guess(seconds, self[:3])
+
+
+def _guess(seconds: Column, fit: Sequence[Column]) -> Mask | None:
+    """Let who has no fit be as fast as the median of those that have one, by these seconds. Returns
+    of each whether it has none; None = nobody has one."""
+    unknown = np.isnan(seconds)
+    if not (num_known := len(seconds) - np.count_nonzero(unknown)):
+        return None
+    middle = (num_known - 1) // 2
+    median = seconds.argpartition(middle)[middle]  # what is no number comes last
+    for column in (seconds, *fit):
+        column[unknown] = column[median]
+    return unknown
 
 
 _NUM_PROMPTS = len(PromptColumns._fields)
@@ -78,7 +111,6 @@ class Columns:
         """Write the rows of workers that are new or have changed."""
         for worker in workers:
             place, status = worker.place, worker.status
-            answers = status.answer_steps if worker.is_step_predictable else _NO_FIT
             while place >= self.rows.shape[1]:
                 self.rows = np.concatenate([self.rows, np.zeros_like(self.rows)], axis=1)
             self.rows[:, place] = (
@@ -86,8 +118,8 @@ class Columns:
                 *(status.prompt_steps if worker.is_predictable else _NO_FIT)[:3],
                 status.step_tokens or _ONE_STEP,
                 worker.pending_tokens,
-                answers[0] + answers[1] * (worker.num_answers + 1.0),
-                answers[2],
+                *(status.answer_steps if worker.is_step_predictable else _NO_FIT)[:3],
+                worker.num_answers,
                 worker.reserved_tokens,
                 worker.capacity_tokens,
                 worker.reserved_share,

@@ -3,6 +3,7 @@ worker has of it in its cache, or with what any worker has (Mooncake, FAST'25, s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from operator import attrgetter
 
@@ -84,7 +85,7 @@ class Local(LeastLoaded):
     equal = SAME
 
     def scores(self, request: RouteRequest, sides: Sides) -> Scores:
-        """Return seconds; tokens, if not every worker's speed is known and believed."""
+        """Return seconds; tokens, if no worker's speed is known and believed."""
         scores, terms, _ = _prompt_scores(request, sides)
         return Scores(scores, _taken_shares(sides), terms)
 
@@ -104,8 +105,7 @@ class Conductor(Local):
     fetches = True
 
     def scores(self, request: RouteRequest, sides: Sides) -> Scores:
-        """Return seconds; tokens and shares, where not every worker's speed is known and
-        believed."""
+        """Return seconds; tokens and shares, where no worker's speed is known and believed."""
         scores, terms, place = _prompt_scores(request, sides)
         if len(sides.decodes) > 1:
             # A hand-over's speed is of one prefill worker. Which it will be is chosen after this:
@@ -119,11 +119,13 @@ def _prompt_scores(
 ) -> tuple[Sequence[float], Sequence[PromptTerms], int]:
     """Return the workers' scores, what each is made of, and the place of the least."""
     workers = sides.prefills
-    # Fetches are weighed in columns only: where one is possible, few workers go that way, too.
+    # Fetches are weighed in columns only, and so is who is not predicted beside those who are.
     if len(workers) > FEW or request.fetches is not None:
         return _scores_in_columns(request, sides)
-    is_s = all(worker.is_predictable for worker in workers)
-    terms = [_terms_of(worker, request, is_s=is_s) for worker in workers]
+    known = {worker.is_predictable for worker in workers}
+    if len(known) > 1:
+        return _scores_in_columns(request, sides)
+    terms = [_terms_of(worker, request, is_s=True in known) for worker in workers]
     scores = [it.score for it in terms]
     return scores, terms, scores.index(min(scores))
 
@@ -135,20 +137,26 @@ def _scores_in_columns(
     workers, num_tokens, fetches = sides.prefills, request.num_tokens, request.fetches
     side, _ = sides.in_columns()
     columns, cached = side.prompts(), side.cached(request.cached, num_tokens - 1)
-    waits, computes = columns.waits_s(request.now), columns.compute_s(cached, num_tokens)
+    waits, by_load = columns.waits_s(request.now), None
+    if not side.are_known(columns.token_s):
+        by_load = columns.guess(waits, num_tokens)
+        if by_load is None:
+            waits, computes = columns.pending_tokens, num_tokens - cached
+            terms = AllPromptTerms(waits, computes, cached, is_s=False)
+            scores = waits + computes
+            return side.numbers(scores), terms, int(scores.argmin())
+    computes = columns.compute_s(cached, num_tokens)
     scores = waits + computes
-    if not side.are_known(scores):
-        waits, computes = columns.pending_tokens, num_tokens - cached
-        terms = AllPromptTerms(waits, computes, cached, is_s=False)
-        scores = waits + computes
-        return side.numbers(scores), terms, int(scores.argmin())
-    terms = AllPromptTerms(waits, computes, cached, is_s=True)
+    terms = AllPromptTerms(waits, computes, cached, is_s=True, by_load=by_load)
     for place in side.loading(request.cached):
-        it = terms[place] = _terms_of(workers[place], request, is_s=True)
-        scores[place] = it.score
+        if workers[place].is_predictable:
+            it = terms[place] = _terms_of(workers[place], request, is_s=True)
+            scores[place] = it.score
     if fetches is not None:
         most = min(fetches.most_tokens, num_tokens - 1)
         bounds = waits + columns.compute_s(most, num_tokens)
+        if by_load is not None:
+            bounds[by_load] = math.inf
         for place in side.lowest(bounds, scores, MOST_SINKS):
             fetched = _with_fetch(terms[place], workers[place], request, fetches)
             if fetched is not None:
@@ -209,18 +217,18 @@ def _compute_s(worker: Worker, cached: int, num_tokens: int) -> float:
 
 def _answer_scores(request: RouteRequest, sides: Sides, prefill: Worker) -> Sequence[float]:
     """Return the seconds a token that an answer would take on each decode worker; where they are
-    not known of each, the shares of blocks that are taken."""
+    known of none, the shares of blocks that are taken."""
     num_tokens, num_output = request.num_tokens, _num_output(request)
-    if len(sides.decodes) <= FEW:
-        if not all(worker.is_step_predictable for worker in sides.decodes):
-            return _taken_shares(sides)
+    if len(sides.decodes) <= FEW and all(it.is_step_predictable for it in sides.decodes):
         return [_answer_s(worker, request, prefill) for worker in sides.decodes]
     _, side = sides.in_columns()
     columns = side.answers()
     missing = num_tokens - side.cached(request.cached, num_tokens)
+    if not side.are_known(columns.token_s) and columns.guess(num_tokens) is None:
+        return _taken_shares(sides)
     seconds = columns.step_s(num_tokens, NO_ROOM_S)
     seconds += missing * (sides.decodes[0].layout.token_bytes / num_output) * side.byte_s(prefill)
-    return side.numbers(seconds) if side.are_known(seconds) else side.shares()
+    return side.numbers(seconds)
 
 
 def _answer_s(worker: Worker, request: RouteRequest, prefill: Worker) -> float:

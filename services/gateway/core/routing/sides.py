@@ -17,7 +17,7 @@ from services.gateway.core.worker import Worker, WorkerView
 from shared.ids import Incarnation
 
 if TYPE_CHECKING:
-    from services.gateway.core.routing.columns import Column, Side
+    from services.gateway.core.routing.columns import Column, Mask, Side
     from services.gateway.core.routing.peer_table import PeerTable
 
 
@@ -49,10 +49,11 @@ Places = tuple[int, int]
 
 class PromptTerms(NamedTuple):
     """What a worker's score for a prompt is made of. All in seconds (``is_s``), or in tokens where
-    not every worker's speed is known. wait: until it would begin. cached_tokens: need not be
+    no worker's speed is known. wait: until it would begin. cached_tokens: need not be
     computed; of these ``source`` sends fetched_tokens, which have come after ``fetch``, beside the
     wait; source 0 = nothing is fetched. loaded_tokens of them lie below the worker's pool, and have
-    come back after ``load``, beside the wait, too; load 0 = it does not report how fast."""
+    come back after ``load``, beside the wait, too; load 0 = it does not report how fast. by_load:
+    it is not predicted, and its load counts at the others' median speed."""
 
     wait: float
     compute: float
@@ -63,6 +64,7 @@ class PromptTerms(NamedTuple):
     fetched_tokens: int = 0
     load: float = 0.0
     loaded_tokens: int = 0
+    by_load: bool = False
 
     @property
     def score(self) -> float:
@@ -73,9 +75,17 @@ class PromptTerms(NamedTuple):
 class AllPromptTerms(Sequence[PromptTerms]):
     """Those of all prefill workers, as columns: a record is made of the one that is asked for."""
 
-    def __init__(self, waits: Column, computes: Column, cached: Column, *, is_s: bool) -> None:
+    def __init__(
+        self,
+        waits: Column,
+        computes: Column,
+        cached: Column,
+        *,
+        is_s: bool,
+        by_load: Mask | None = None,
+    ) -> None:
         self._columns = waits, computes, cached
-        self._is_s = is_s
+        self._is_s, self._by_load = is_s, by_load
         self._special: dict[int, PromptTerms] = {}
 
     def __len__(self) -> int:
@@ -91,7 +101,8 @@ class AllPromptTerms(Sequence[PromptTerms]):
         if place in self._special:
             return self._special[place]
         wait, compute, cached = (column.item(place) for column in self._columns)
-        return PromptTerms(wait, compute, int(cached), self._is_s)
+        by_load = self._by_load is not None and bool(self._by_load[place])
+        return PromptTerms(wait, compute, int(cached), self._is_s, by_load=by_load)
 
     def __setitem__(self, place: int, terms: PromptTerms) -> None:
         """More is known of these than columns tell: a fetch, or a load."""

@@ -209,9 +209,9 @@ function fillWorker(element, worker) {
   if (worker.waiting) load.push(`${number(worker.waiting)} waiting`);
   if (worker.pending_tokens) load.push(`${number(worker.pending_tokens)} to read`);
   if (worker.step_s) load.push(`step ${time(worker.step_s)}`);
-  const { believed, ttft_error } = worker.prediction;
+  const { known, believed, ttft_error } = worker.prediction;
   if (ttft_error !== null) load.push(`predictions off by ${Math.round(100 * ttft_error)} %`);
-  if (!believed) load.push("routed by load alone");
+  if (!known || !believed) load.push("routed by load alone");
   const { tokens, cached_tokens, dram_tokens, ssd_tokens } = worker.prompts;
   if (cached_tokens) {
     const percent = (part) => Math.round((100 * part) / tokens);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -276,3 +277,29 @@ def test_speeds_are_what_the_workers_report() -> None:
     status = WorkerStatus(num_answers=2, reserved_blocks=10, answer_steps=answer_steps)
     decode.report(status, 10.0)  # 80 tokens of context each
     assert speeds.step_s(decode, 20) == pytest.approx(0.01 + 0.02 + 1600e-5)
+    decode.is_believed = False
+    assert speeds.step_s(decode, 20) == 0.0
+
+
+@pytest.mark.parametrize("mode", ["early", "predicted"])
+def test_one_that_is_not_predicted_ends_no_refusal(mode: str) -> None:
+    """The forecast is that of the others, on either side; where nobody is predicted nobody is
+    refused."""
+    at = sides(2)
+    fit = StepFit(0.1, 0.001, num_steps=50)
+    for worker in (*at.prefills, *at.decodes):
+        worker.report(replace(worker.status, queue_s=9.0, prompt_steps=fit, answer_steps=fit), 0.0)
+    overload, limits = Overload(OverloadMode(mode)), Terms(ttft_s=1.0, tpot_s=0.05)
+
+    def code() -> str | None:
+        error = overload.refusal(limits, 500, at, 0.0, waited_s=0.0)
+        return error and error.code
+
+    assert code() == "slo_both"
+    at.prefills[0].is_believed = False
+    at.decodes[1].report(WorkerStatus())
+    assert code() == "slo_both"
+    at.prefills[1].report(WorkerStatus())
+    assert code() == "slo_tbt"
+    at.decodes[0].is_believed = False
+    assert code() is None

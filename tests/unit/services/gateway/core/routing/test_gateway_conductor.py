@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -248,7 +249,8 @@ def test_colocated_workers_decisions_come_out_of_their_records(num: int, is_know
     table.workers[0].is_believed = is_known
     decision = decide(table, {100: 800})
     assert decision.prefill == decision.decode
-    assert [terms.is_s for terms in decision.scores.terms] == [is_known] * num
+    assert [terms.is_s for terms in decision.scores.terms] == [is_known or num > 1] * num
+    assert decision.scores.terms[0].by_load is (not is_known and num > 1)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -284,9 +286,9 @@ def test_columns_say_what_the_fits_say(seed: int) -> None:
         assert score == pytest.approx(step_s)
 
 
-@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("unknown", [(), (0, 7), range(8)], ids=["none", "some", "all"])
 def test_few_workers_score_one_by_one_as_by_columns(
-    is_known: bool, monkeypatch: pytest.MonkeyPatch
+    unknown: Sequence[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The quicker way for a handful: the same scores and pairs, also of what lies below a pool,
     without room, and without a speed."""
@@ -306,10 +308,10 @@ def test_few_workers_score_one_by_one_as_by_columns(
                 speeds={it: FAST * chance.randrange(2) for it in worker.status.speeds},
             )
             table.report(worker, status, 0.0)
-        if not is_known:
-            for worker in table.workers[0], table.workers[-1]:
-                bare = replace(worker.status, prompt_steps=StepFit(), answer_steps=StepFit())
-                table.report(worker, bare, 0.0)
+        for place in unknown:
+            worker = table.workers[place]
+            bare = replace(worker.status, prompt_steps=StepFit(), answer_steps=StepFit())
+            table.report(worker, bare, 0.0)
         hits = {place: Hit(chance.randrange(900), in_dram=64) for place in range(0, 8, 2)}
         request = RouteRequest(num_tokens=1_000, max_new_tokens=10, cached=hits)
         found: list[RouteDecision] = []
@@ -346,7 +348,49 @@ def test_one_pair_and_a_short_prompt_need_no_columns_and_no_index(
     assert table._columns is None
 
 
-def test_while_a_speed_is_unknown_tokens_are_compared() -> None:
+@pytest.mark.parametrize("num", [0, 9], ids=["few", "many"])
+def test_one_that_is_not_predicted_switches_nobody_else(num: int) -> None:
+    """The others keep their seconds and fetches. It takes part by its load: the prompt tokens that
+    it has, at the others' median speed; whatever it says of its queue. Nothing is fetched there,
+    and the record says so."""
+    table = a_known_mesh([2.5, 2.0, 0.0, *[5.0] * num])
+    other = table.workers[2]
+    for fit, is_believed in ((FIT, False), (StepFit(), True)):
+        other.is_believed = is_believed
+        for pending, wanted in ((5_000, 2), (0, 3)):
+            status = replace(other.status, prompt_steps=fit, pending_tokens=pending)
+            table.report(other, status, 0.0)
+            decision = decide(table, {1: 800})
+            terms = decision.scores.terms
+            assert (decision.prefill, decision.fetch is None) == (wanted, wanted == 3)
+            assert terms[2] == (pending / 1_000, 1.0, 0, True, 0.0, 0, 0, 0.0, 0, True)
+            if wanted == 2:  # else no fetch is worth a look
+                assert (terms[1].source, terms[1].score) == (1, pytest.approx(2.2))
+            assert not terms[1].by_load
+
+
+@pytest.mark.parametrize("num", [3, 12])
+def test_a_decode_worker_without_step_times_counts_by_its_load(num: int) -> None:
+    """The others' steps stay predictions: it is as fast as the median of them, with its own answers
+    and their context."""
+    table = a_known_mesh([0.0], num_decode=num)
+    first, *others = table.all(Role.DECODE)
+    for idx, worker in enumerate(others):
+        fit = StepFit(0.01 + 0.001 * idx, 0.001, 1e-6, 100)
+        table.report(worker, replace(worker.status, answer_steps=fit, num_answers=9), 0.0)
+    for num_answers, is_taken in ((0, True), (30, False)):
+        status = replace(first.status, answer_steps=StepFit(), num_answers=num_answers)
+        table.report(first, replace(status, reserved_blocks=3), 0.0)
+        decision = decide(table, {}, num_tokens=100)
+        assert (decision.decode == first.incarnation) is is_taken
+        middle = 0.01 + 0.001 * ((num - 2) // 2)
+        step_s = middle + 0.001 * (num_answers + 1) + 1e-6 * (first.reserved_tokens + 100)
+        seconds = list(decision.scores.decodes)
+        assert seconds[0] == pytest.approx(step_s + 1e-6, rel=1e-3)
+        assert seconds[1] == pytest.approx(0.02 + 1e-4, rel=1e-2)
+
+
+def test_while_no_speed_is_known_tokens_are_compared() -> None:
     """And nothing is fetched, for nobody knows what it would take."""
     table = a_known_mesh([0.0, 0.0])
     for worker in table.workers:
