@@ -14,7 +14,7 @@ import orjson
 from services.cli.client import LOCAL_GATEWAY, RunningGateway
 from services.cli.flags import require
 from services.cli.sources import PLAIN
-from services.cli.words import print_json
+from services.cli.words import print_json, terms_text
 from services.gateway.core.routing.decision_record import replay as decide_again
 from services.gateway.own_policy import load_policy
 from services.planner.rows import read_text
@@ -119,31 +119,12 @@ def _decision(decision: Mapping[str, Any]) -> Iterator[str]:
             unseen = worker[f"unseen_{load}"]
             own = f" ({unseen:,} of them ordered since its report)" if unseen else ""
             queue = f", queue {1000 * worker['queue_s']:.1f} ms" if side == "prefill" else ""
-            terms = worker.get("terms")
+            score = f"{worker['score']:g}{terms_text(worker.get('terms'))}"
             yield (
-                f"  {mark} {worker['address']:<21} score {worker['score']:g}{_terms(terms)}: "
+                f"  {mark} {worker['address']:<21} score {score}: "
                 f"{worker[unit]:,} {load}{own}{queue}, "
                 f"report {1000 * worker['report_age_s']:.0f} ms old"
             )
-
-
-def _terms(terms: Mapping[str, Any] | None) -> str:
-    """Say what a score is the sum of."""
-    if terms is None:
-        return ""
-    unit = "s" if terms["is_s"] else "tokens"
-    own = terms["cached_tokens"] - terms["fetched_tokens"]
-    cached = f", {own:,} tokens cached" if own else ""
-    wait = f"wait {terms['wait']:.3g}"
-    if terms["source"]:
-        fetched, source = f"{terms['fetched_tokens']:,} tokens", terms["source"]
-        wait = f"the longer of {wait} and fetch {terms['fetch']:.3g} ({fetched} from {source})"
-    elif loaded := terms.get("loaded_tokens"):
-        speed = "" if terms["load"] else ", at a speed that it does not report"
-        lies = f"{loaded:,} tokens from below its pool{speed}"
-        wait = f"the longer of {wait} and load {terms['load']:.3g} ({lies})"
-    how = ", by its load alone" if terms.get("by_load") else ""
-    return f" = {wait} + compute {terms['compute']:.3g} {unit}{cached}{how}"
 
 
 def _best(workers: Sequence[Mapping[str, Any]], chosen: str) -> list[Mapping[str, Any]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from services.cli.words import size, speed
+from services.cli.words import size, speed, terms_text
 from shared.telemetry.lifetime import TTFT_PHASES
 
 PHASES = {
@@ -49,10 +49,22 @@ def receipt_table(receipt: Mapping[str, Any], usage: Mapping[str, Any] | None = 
         rate = f"{1 / receipt['tpot_s']:.0f} tokens/s" if receipt["tpot_s"] else ""
         table.add_row("per token", _ms(receipt["tpot_s"]), rate)
     table.add_row("= all", _ms(receipt.get("e2e_s")), _counts(receipt, usage or {}), style="bold")
+    decision = receipt.get("decision")
+    for role in ("prefill", "decode"):
+        if worker := receipt.get(role):
+            pool = receipt.get(f"{role}_pool")
+            table.add_row(f"{role} worker", worker[:6], f"{pool} pool{_score(decision, role)}")
     if receipt.get("attempts", 1) > 1:
         errors = ", ".join(receipt.get("errors", ()))
         table.add_row("attempts", str(receipt["attempts"]), errors)
     return table
+
+
+def _score(decision: Mapping[str, Any] | None, role: str) -> str:
+    """Say by what the worker was taken, if by a sum."""
+    if not decision or not (it := decision[role])["terms"]:
+        return ""
+    return f", {decision['policy']}'s score {it['score']:.3g}{terms_text(it['terms'])}"
 
 
 def _ms(seconds: float | None) -> str:

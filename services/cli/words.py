@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import orjson
@@ -68,3 +68,26 @@ def speed(gb_per_s: float) -> str:
         return f"{gb_per_s:.1f} GB/s"
     mb_per_s = gb_per_s * 1000
     return f"{mb_per_s:.0f} MB/s" if mb_per_s >= 10 else f"{mb_per_s:.2g} MB/s"
+
+
+def terms_text(terms: Mapping[str, Any] | None) -> str:
+    """Say what a score is the sum of, as decisions' records and receipts have it."""
+    if terms is None:
+        return ""
+    how = ", by its load alone" if terms.get("by_load") else ""
+    if "step" in terms:
+        more = (("no room", terms["no_room"]), ("hand-over", terms["hand_over"]))
+        rest = "".join(f" + {name} {seconds:.3g}" for name, seconds in more if seconds)
+        return f" = step {terms['step']:.3g}{rest} s a token{how}"
+    unit = "s" if terms["is_s"] else "tokens"
+    own = terms["cached_tokens"] - terms["fetched_tokens"]
+    cached = f", {own:,} tokens cached" if own else ""
+    wait = f"wait {terms['wait']:.3g}"
+    if terms["source"]:
+        fetched, source = f"{terms['fetched_tokens']:,} tokens", terms["source"]
+        wait = f"the longer of {wait} and fetch {terms['fetch']:.3g} ({fetched} from {source})"
+    elif loaded := terms.get("loaded_tokens"):
+        unknown = "" if terms["load"] else ", at a speed that it does not report"
+        lies = f"{loaded:,} tokens from below its pool{unknown}"
+        wait = f"the longer of {wait} and load {terms['load']:.3g} ({lies})"
+    return f" = {wait} + compute {terms['compute']:.3g} {unit}{cached}{how}"

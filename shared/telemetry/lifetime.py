@@ -11,6 +11,7 @@ hand-over (messages, loops, streams). Pure: no clock is read here.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -49,7 +50,8 @@ class Receipt(NamedTuple):
     left the gateway. first_step_s: token 1 to token 2, which hides what was left of the transfer.
     transfer_exposed_s: from token 1 sampled until KV was acknowledged. reserve_wait_s: waited for
     blocks on decode, beside prefill. tpot_s: mean gap after token 1. prefill_pool, decode_pool:
-    what the two workers were when they were chosen: prompt, token or mixed. predicted_ttft_s: what
+    what the two workers were when they were chosen: prompt, token or mixed. decision: the policy,
+    and the two workers' scores with their terms, None = none was made. predicted_ttft_s: what
     was expected when the attempt that brought token 1 was dispatched, with predicted_cached_tokens
     of the prompt cached. fetched_tokens: of the cached
     ones, those that another worker's cache sent for this prompt; fetch_s lies in prefill_queue_s.
@@ -80,6 +82,7 @@ class Receipt(NamedTuple):
     decode: str = ""
     prefill_pool: str = ""
     decode_pool: str = ""
+    decision: Mapping[str, Any] | None = None
     attempts: int = 0
     cached_tokens: int = 0
     fetched_tokens: int = 0

@@ -58,6 +58,13 @@ async def test_a_score_that_is_a_sum_tells_its_terms() -> None:
         assert sorted(cached.values()) == [0, 256]
         assert cached[answer.receipt["prefill"]] == 256
         assert decision["decodes"][0]["terms"] is None
+        taken = answer.receipt["decision"]
+        (row,) = (it for it in decision["prefills"] if it["worker"] == answer.receipt["prefill"])
+        assert taken == {
+            "policy": "local",
+            "prefill": {"score": row["score"], "terms": row["terms"]},
+            "decode": {"score": decision["decodes"][0]["score"], "terms": None},
+        }
         assert replay(told["decisions"][0]).differences == []
 
 

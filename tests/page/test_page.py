@@ -99,11 +99,19 @@ async def test_an_answer_comes_with_a_receipt_that_adds_up(visit: Any, running_u
     facts = {name: text.replace("\u00a0", " ") for name, text in facts.items()}
     assert facts["request"] == request_id
     await answer.locator(".why button").click()
-    taken = answer.locator(".why li[data-taken=true]")
+    taken = answer.locator(".why tr[data-taken=true]")
     await expect(taken).to_have_count(2)
+    # One pair, and a chosen score of each side; the prompt's is a sum.
+    prefill = taken.first.locator("td")
+    await expect(prefill.nth(2)).to_have_text(re.compile(r"[\d.]+"))
+    await expect(prefill.nth(3)).to_have_text(re.compile(r"wait.* \+ compute"))
     await expect(answer.locator(".why")).to_contain_text("policy conductor")
     await expect(answer.locator(".why")).to_contain_text("Expected: queue")
-    assert facts["workers"] == f"{receipt['prefill'][:6]} → {receipt['decode'][:6]}"
+    names = {role: f"{role} {receipt[role][:6]}" for role in ("prefill", "decode")}
+    assert facts["workers"] == (
+        f"{names['prefill']} ({receipt['prefill_pool']} pool) → "
+        f"{names['decode']} ({receipt['decode_pool']} pool)"
+    )
     assert facts["attempts"] == "1"
     num_tokens, _, speed = facts["answer"].partition(", ")
     assert num_tokens == f"{receipt['output_tokens']} tokens"

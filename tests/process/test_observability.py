@@ -29,7 +29,7 @@ ALWAYS = {
     *PHASES, "ttft_s", "predicted_ttft_s", "predicted_cached_tokens", "e2e_s",
     "first_step_s", "tpot_s", "transfer_s", "transfer_exposed_s",
     "reserve_wait_s", "transfer_bytes", "gb_per_s", "lane", "mode", "prefill", "decode",
-    "prefill_pool", "decode_pool", "attempts", "cached_tokens", "decode_cached_tokens",
+    "prefill_pool", "decode_pool", "decision", "attempts", "cached_tokens", "decode_cached_tokens",
     "fetched_tokens", "fetched_bytes", "fetch_s", "fetched_from",
     "dram_tokens", "ssd_tokens", "load_s",
     "prompt_tokens", "output_tokens", "errors",

@@ -17,7 +17,7 @@ def a_decision(prefill: int, decode: int) -> RouteDecision:
         decode=Incarnation(decode),
         places=(0, 0),
         sides=NOBODY,
-        scores=Scores([], []),
+        scores=Scores([0.0], [0.0]),
         prefill_pool="prompt",
         decode_pool="token",
         seen=Seen(RouteRequest(1, 1), 0.0, None, ()),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from services.gateway.core.routing.decision_record import record_of
+from services.gateway.core.routing.decision_record import chosen, record_of
 from services.gateway.core.routing.routing import RouteDecision
 from shared.errors import MeshError
 from shared.log import is_debugging
@@ -302,6 +302,7 @@ class Timeline:
             decode=decode,
             prefill_pool="" if self._decision is None else self._decision.prefill_pool,
             decode_pool="" if self._decision is None or not decode else self._decision.decode_pool,
+            decision=None if self._decision is None else chosen(self._decision),
             fetched_tokens=prompt.fetched_tokens,
             fetched_bytes=prompt.fetched_bytes,
             fetch_s=prompt.fetch_s,

@@ -60,7 +60,7 @@ class PromptColumns(NamedTuple):
 
 class AnswerColumns(NamedTuple):
     """Of each worker: its fit of steps with answers alone (not a number: seconds are not known),
-    and what it holds."""
+    and what it holds. num_answers: with one more."""
 
     constant_s: Column
     token_s: Column
@@ -70,13 +70,13 @@ class AnswerColumns(NamedTuple):
     capacity_tokens: Column
     reserved_share: Column
 
-    def step_s(self, num_tokens: int, no_room_s: float) -> Column:
-        """Return seconds of a step with one more answer, behind a prompt of so many tokens; more by
-        ``no_room_s`` where it does not fit."""
+    def step_s(self, num_tokens: int) -> tuple[Column, Mask]:
+        """Return seconds of a step with one more answer, behind a prompt of so many tokens, and
+        whether it does not fit."""
         context = self.reserved_tokens + num_tokens
-        seconds = self.constant_s + self.token_s * (self.num_answers + 1.0)
+        seconds = self.constant_s + self.token_s * self.num_answers
         seconds += self.attended_s * context
-        return seconds + no_room_s * (context >= self.capacity_tokens)
+        return seconds, context >= self.capacity_tokens
 
     def guess(self, num_tokens: int) -> Mask | None:
         """See ``_guess``."""
@@ -119,7 +119,7 @@ class Columns:
                 status.step_tokens or _ONE_STEP,
                 worker.pending_tokens,
                 *(status.answer_steps if worker.is_step_predictable else _NO_FIT)[:3],
-                worker.num_answers,
+                worker.num_answers + 1.0,
                 worker.reserved_tokens,
                 worker.capacity_tokens,
                 worker.reserved_share,

@@ -9,7 +9,8 @@ from operator import attrgetter
 
 from services.gateway.core.index.fetches import NOTHING, Fetches
 from services.gateway.core.routing.sides import (
-    AllPromptTerms,
+    AllTerms,
+    AnswerTerms,
     Places,
     PromptTerms,
     RouteRequest,
@@ -110,7 +111,8 @@ class Conductor(Local):
         if len(sides.decodes) > 1:
             # A hand-over's speed is of one prefill worker. Which it will be is chosen after this:
             # the one with the least score stands for those that count as equal.
-            return Scores(scores, _answer_scores(request, sides, sides.prefills[place]), terms)
+            answers = _answer_scores(request, sides, sides.prefills[place])
+            return Scores(scores, answers[0], terms, answers[1])
         return Scores(scores, _taken_shares(sides), terms)
 
 
@@ -137,17 +139,27 @@ def _scores_in_columns(
     workers, num_tokens, fetches = sides.prefills, request.num_tokens, request.fetches
     side, _ = sides.in_columns()
     columns, cached = side.prompts(), side.cached(request.cached, num_tokens - 1)
-    waits, by_load = columns.waits_s(request.now), None
+    waits, by_load, is_s = columns.waits_s(request.now), None, True
     if not side.are_known(columns.token_s):
         by_load = columns.guess(waits, num_tokens)
-        if by_load is None:
-            waits, computes = columns.pending_tokens, num_tokens - cached
-            terms = AllPromptTerms(waits, computes, cached, is_s=False)
-            scores = waits + computes
-            return side.numbers(scores), terms, int(scores.argmin())
-    computes = columns.compute_s(cached, num_tokens)
+        is_s = by_load is not None
+    if is_s:
+        computes = columns.compute_s(cached, num_tokens)
+    else:
+        waits, computes = columns.pending_tokens, num_tokens - cached
     scores = waits + computes
-    terms = AllPromptTerms(waits, computes, cached, is_s=True, by_load=by_load)
+    terms = AllTerms(
+        len(workers),
+        lambda place: PromptTerms(
+            waits.item(place),
+            computes.item(place),
+            int(cached.item(place)),
+            is_s,
+            by_load=by_load is not None and bool(by_load[place]),
+        ),
+    )
+    if not is_s:
+        return side.numbers(scores), terms, int(scores.argmin())
     for place in side.loading(request.cached):
         if workers[place].is_predictable:
             it = terms[place] = _terms_of(workers[place], request, is_s=True)
@@ -215,34 +227,48 @@ def _compute_s(worker: Worker, cached: int, num_tokens: int) -> float:
     return status.prompt_steps.prompt_seconds(cached, num_tokens, status.step_tokens)
 
 
-def _answer_scores(request: RouteRequest, sides: Sides, prefill: Worker) -> Sequence[float]:
-    """Return the seconds a token that an answer would take on each decode worker; where they are
-    known of none, the shares of blocks that are taken."""
-    num_tokens, num_output = request.num_tokens, _num_output(request)
-    if len(sides.decodes) <= FEW and all(it.is_step_predictable for it in sides.decodes):
-        return [_answer_s(worker, request, prefill) for worker in sides.decodes]
+def _answer_scores(
+    request: RouteRequest, sides: Sides, prefill: Worker
+) -> tuple[Sequence[float], Sequence[AnswerTerms]]:
+    """Return the seconds a token that an answer would take on each decode worker, and what each is
+    made of; where they are known of none, the shares of blocks that are taken."""
+    num_tokens, num_output, workers = request.num_tokens, _num_output(request), sides.decodes
+    if len(workers) <= FEW and all(it.is_step_predictable for it in workers):
+        few = [_answer_terms(worker, request, prefill) for worker in workers]
+        return [it.score for it in few], few
     _, side = sides.in_columns()
-    columns = side.answers()
+    columns, by_load = side.answers(), None
+    if not side.are_known(columns.token_s):
+        by_load = columns.guess(num_tokens)
+        if by_load is None:
+            return _taken_shares(sides), ()
     missing = num_tokens - side.cached(request.cached, num_tokens)
-    if not side.are_known(columns.token_s) and columns.guess(num_tokens) is None:
-        return _taken_shares(sides)
-    seconds = columns.step_s(num_tokens, NO_ROOM_S)
-    seconds += missing * (sides.decodes[0].layout.token_bytes / num_output) * side.byte_s(prefill)
-    return side.numbers(seconds)
+    steps, are_full = columns.step_s(num_tokens)
+    no_room = are_full * NO_ROOM_S
+    hand_overs = missing * (workers[0].layout.token_bytes / num_output) * side.byte_s(prefill)
+    terms = AllTerms(
+        len(workers),
+        lambda place: AnswerTerms(
+            steps.item(place),
+            no_room.item(place),
+            hand_overs.item(place),
+            by_load is not None and bool(by_load[place]),
+        ),
+    )
+    return side.numbers(steps + no_room + hand_overs), terms
 
 
-def _answer_s(worker: Worker, request: RouteRequest, prefill: Worker) -> float:
-    """Return the same of one."""
+def _answer_terms(worker: Worker, request: RouteRequest, prefill: Worker) -> AnswerTerms:
+    """Return the terms of one."""
     num_tokens = request.num_tokens
     context = worker.reserved_tokens + num_tokens
-    seconds = worker.status.answer_steps.seconds(worker.num_answers + 1, context)
-    if context >= worker.capacity_tokens:
-        seconds += NO_ROOM_S
+    step = worker.status.answer_steps.seconds(worker.num_answers + 1, context)
+    hand_over = 0.0
     if (speed := prefill.status.speeds.get(worker.incarnation, 0.0)) > 0.0:
         hit = request.cached.get(worker.place, NOTHING)
         num_bytes = (num_tokens - min(hit.tokens, num_tokens)) * worker.layout.token_bytes
-        seconds += num_bytes / speed / _num_output(request)
-    return seconds
+        hand_over = num_bytes / speed / _num_output(request)
+    return AnswerTerms(step, NO_ROOM_S * (context >= worker.capacity_tokens), hand_over)
 
 
 def _num_output(request: RouteRequest) -> int:

@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from dataclasses import replace as dataclass_replace
-from itertools import zip_longest
 from typing import Any, NamedTuple, cast
 
 from services.gateway.core.index.fetches import NOTHING, Fetch, Hit
 from services.gateway.core.routing.pools import pool_of
 from services.gateway.core.routing.routing import POLICIES, RouteDecision, Seen
-from services.gateway.core.routing.sides import PromptTerms, RouteRequest, Sides
+from services.gateway.core.routing.sides import AnswerTerms, PromptTerms, RouteRequest, Sides
 from services.gateway.core.worker import Role, Worker, WorkerStatus
 from shared.address import Address
 from shared.errors import InvalidRequest
@@ -32,7 +31,8 @@ Record = dict[str, Any]
 def record_of(decision: RouteDecision, *, attempt: int, at_s: float) -> Record:
     """Return the record. at_s: loop time of the decision.
 
-    Of each worker: score, what the policy compared, lower is better, and its terms; unseen_tokens
+    Of each worker: score, what the policy compared, lower is better, and its terms, None where it
+    is no sum (``PromptTerms``, ``AnswerTerms``); unseen_tokens
     and unseen_blocks, what this gateway had ordered that the report, report_age_s old, did not
     count, and that is part of pending_tokens and reserved_blocks; cached_tokens of the prompt, as
     far as the gateway knows, of which the first in_pool lie where they can be sent from, and of
@@ -41,7 +41,7 @@ def record_of(decision: RouteDecision, *, attempt: int, at_s: float) -> Record:
     their places. fetchable_tokens: what one worker has of the prompt at most. prediction: seconds
     until token 1 and what they consist of, None = the prefill worker knew no step times.
     """
-    seen, sides = decision.seen, decision.sides
+    seen, sides, scores = decision.seen, decision.sides, decision.scores
     request, prediction, memory = seen.request, decision.prediction, seen.memory
     return {
         "attempt": attempt,
@@ -60,21 +60,31 @@ def record_of(decision: RouteDecision, *, attempt: int, at_s: float) -> Record:
         "hand_over_speeds": _speeds_of(decision),
         "prefill": _hex(decision.prefill),
         "decode": _hex(decision.decode),
-        "prefills": [
-            {**row, "terms": terms and _terms_to_json(terms)}
-            for row, terms in zip_longest(
-                _side(sides.prefills, seen, decision.scores.prefills, at_s),
-                decision.scores.terms,
-            )
-        ],
-        "decodes": _side(sides.decodes, seen, decision.scores.decodes, at_s),
+        "prefills": _side(sides.prefills, seen, scores.prefills, scores.terms, at_s),
+        "decodes": _side(sides.decodes, seen, scores.decodes, scores.answer_terms, at_s),
         "partners": [list(sides.partners_of(place)) for place in range(len(sides.prefills))],
         "prediction": prediction and {**prediction._asdict(), "ttft_s": prediction.ttft_s},
     }
 
 
-def _terms_to_json(terms: PromptTerms) -> Record:
-    return terms._asdict() | {"source": _hex(terms.source) if terms.source else None}
+def chosen(decision: RouteDecision) -> Record:
+    """Return the policy, and of the pair that it took the scores with their terms, as in its
+    record."""
+    (prefill, decode), scores = decision.places, decision.scores
+    return {
+        "policy": decision.policy,
+        "prefill": _scored(scores.prefills[prefill], scores.terms, prefill),
+        "decode": _scored(scores.decodes[decode], scores.answer_terms, decode),
+    }
+
+
+def _scored(score: float, terms: Sequence[PromptTerms | AnswerTerms], place: int) -> Record:
+    if not terms:
+        return {"score": score, "terms": None}
+    told = terms[place]._asdict()
+    if "source" in told:
+        told["source"] = _hex(told["source"]) if told["source"] else None
+    return {"score": score, "terms": told}
 
 
 def _speeds_of(decision: RouteDecision) -> list[float]:
@@ -93,13 +103,14 @@ def _side(
     workers: Sequence[Worker],
     seen: Seen,
     scores: Sequence[float],
+    terms: Sequence[PromptTerms | AnswerTerms],
     at_s: float,
 ) -> list[Record]:
     return [
         {
             "worker": _hex(worker.incarnation),
             "address": str(Address(worker.host, worker.port)),
-            "score": score,
+            **_scored(score, terms, place),
             "pending_tokens": view.pending_tokens,
             "unseen_tokens": view.pending_tokens - view.status.pending_tokens,
             "reserved_blocks": view.reserved_blocks,
@@ -114,7 +125,6 @@ def _side(
             **_hit_to_json(seen.request.cached.get(worker.place, NOTHING)),
             "dram_token_s": view.status.dram_token_s,
             "ssd_token_s": view.status.ssd_token_s,
-            "terms": None,
             "report_age_s": max(0.0, at_s - view.reported_at),
             "role": worker.role.value,
             "serves": [role.value for role in worker.serves],
@@ -123,7 +133,7 @@ def _side(
             "blocks": worker.num_blocks,
             "block_size": worker.block_size,
         }
-        for worker, score in zip(workers, scores, strict=True)
+        for place, (worker, score) in enumerate(zip(workers, scores, strict=True))
         if (view := seen.views[worker.place]) is not None
     ]
 
@@ -265,7 +275,7 @@ def _worker(it: Mapping[str, Any], bits: dict[str, int]) -> Worker:
             num_prompts=it["prompts"],
             num_answers=it["answers"],
             # As it was predicted, our own orders in it: all that there was to wait for.
-            queue_s=terms["wait"] if terms and terms["is_s"] else it["queue_s"],
+            queue_s=terms["wait"] if terms and terms.get("is_s") else it["queue_s"],
             prompt_steps=StepFit(**it["prompt_steps"]),
             answer_steps=StepFit(**it["answer_steps"]),
             step_tokens=it["step_tokens"],

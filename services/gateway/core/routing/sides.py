@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, overload
 
 from services.gateway.core.index.fetches import Fetches, Hit
 from services.gateway.core.index.prefixes import HashedPrompt
@@ -17,7 +17,7 @@ from services.gateway.core.worker import Worker, WorkerView
 from shared.ids import Incarnation
 
 if TYPE_CHECKING:
-    from services.gateway.core.routing.columns import Column, Mask, Side
+    from services.gateway.core.routing.columns import Side
     from services.gateway.core.routing.peer_table import PeerTable
 
 
@@ -72,50 +72,59 @@ class PromptTerms(NamedTuple):
         return max(self.wait, self.fetch, self.load) + self.compute
 
 
-class AllPromptTerms(Sequence[PromptTerms]):
-    """Those of all prefill workers, as columns: a record is made of the one that is asked for."""
+class AnswerTerms(NamedTuple):
+    """What a decode worker's score is made of, in seconds a token. step: with this answer among its
+    own. no_room: added where it does not fit now. hand_over: of KV that prefill would have to send,
+    shared among the answer's tokens. by_load: see ``PromptTerms``."""
 
-    def __init__(
-        self,
-        waits: Column,
-        computes: Column,
-        cached: Column,
-        *,
-        is_s: bool,
-        by_load: Mask | None = None,
-    ) -> None:
-        self._columns = waits, computes, cached
-        self._is_s, self._by_load = is_s, by_load
-        self._special: dict[int, PromptTerms] = {}
+    step: float
+    no_room: float
+    hand_over: float
+    by_load: bool = False
+
+    @property
+    def score(self) -> float:
+        """Between two tokens."""
+        return self.step + self.no_room + self.hand_over
+
+
+TermsT = TypeVar("TermsT")
+
+
+class AllTerms(Sequence[TermsT]):
+    """Those of all workers of a side, kept as columns: ``make`` makes the one that is asked for."""
+
+    def __init__(self, num: int, make: Callable[[int], TermsT]) -> None:
+        self._num, self._make = num, make
+        self._special: dict[int, TermsT] = {}
 
     def __len__(self) -> int:
-        return len(self._columns[0])
+        return self._num
 
     @overload
-    def __getitem__(self, place: int) -> PromptTerms: ...
+    def __getitem__(self, place: int) -> TermsT: ...
     @overload
-    def __getitem__(self, place: slice) -> list[PromptTerms]: ...
-    def __getitem__(self, place: int | slice) -> PromptTerms | list[PromptTerms]:
+    def __getitem__(self, place: slice) -> list[TermsT]: ...
+    def __getitem__(self, place: int | slice) -> TermsT | list[TermsT]:
         if isinstance(place, slice):
-            return [self[one] for one in range(len(self))[place]]
-        if place in self._special:
-            return self._special[place]
-        wait, compute, cached = (column.item(place) for column in self._columns)
-        by_load = self._by_load is not None and bool(self._by_load[place])
-        return PromptTerms(wait, compute, int(cached), self._is_s, by_load=by_load)
+            return [self[one] for one in range(self._num)[place]]
+        if not 0 <= place < self._num:
+            raise IndexError(place)
+        return self._special[place] if place in self._special else self._make(place)
 
-    def __setitem__(self, place: int, terms: PromptTerms) -> None:
+    def __setitem__(self, place: int, terms: TermsT) -> None:
         """More is known of these than columns tell: a fetch, or a load."""
         self._special[place] = terms
 
 
 class Scores(NamedTuple):
-    """What a policy compares: one number for each place of a side; lower is better. terms: of the
-    prefill workers' scores, where they are sums."""
+    """What a policy compares: one number for each place of a side; lower is better. terms and
+    answer_terms: of the prefill and the decode workers' scores, where they are sums."""
 
     prefills: Sequence[float]
     decodes: Sequence[float]
     terms: Sequence[PromptTerms] = ()
+    answer_terms: Sequence[AnswerTerms] = ()
 
 
 Memory = Mapping[Incarnation, int] | int | None

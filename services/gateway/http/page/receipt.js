@@ -214,10 +214,10 @@ function facts(receipt, usage, requestId) {
     ],
     [
       "workers",
-      receipt.prefill &&
-        (receipt.decode
-          ? `${shortId(receipt.prefill)} → ${shortId(receipt.decode)}`
-          : shortId(receipt.prefill)),
+      ["prefill", "decode"]
+        .filter((role) => receipt[role])
+        .map((role) => `${role} ${shortId(receipt[role])} (${receipt[`${role}_pool`]} pool)`)
+        .join(" → "),
     ],
     [
       "attempts",

@@ -2,7 +2,7 @@
 
 import { ApiError, explain } from "./api.js";
 import { make } from "./dom.js";
-import { number, time } from "./format.js";
+import { number, plural, time } from "./format.js";
 
 /** Make a button that is replaced by the reasons. */
 export function whyButton(requestId) {
@@ -26,7 +26,8 @@ export function whyButton(requestId) {
 function reasons(told) {
   return told.decisions.flatMap((decision) => [
     make("p", {}, headline(decision)),
-    make("ul", {}, ...side(decision, "prefill"), ...side(decision, "decode")),
+    candidates(decision, "prefill"),
+    candidates(decision, "decode"),
     make("p", {}, expectation(decision.prediction)),
   ]);
 }
@@ -36,17 +37,40 @@ function headline(decision) {
   return `${again}policy ${decision.policy}; the lowest score is the best.`;
 }
 
-function side(decision, role) {
+function candidates(decision, role) {
   const [load, unit] =
     role === "prefill" ? ["pending_tokens", "tokens to read"] : ["reserved_blocks", "blocks taken"];
-  return decision[`${role}s`]
-    .toSorted((a, b) => a.score - b.score)
-    .slice(0, 8)
-    .map((worker) => {
+  const best = decision[`${role}s`].toSorted((a, b) => a.score - b.score);
+  const shown = best.filter((worker, at) => at < 8 || worker.worker === decision[role]);
+  const row = (cell, cells) => cells.map((text) => make(cell, {}, text));
+  return make(
+    "table",
+    {},
+    make("tr", {}, ...row("th", [role, unit, "score", "made of"])),
+    ...shown.map((worker) => {
       const taken = worker.worker === decision[role];
-      const words = `${role} ${worker.address}: ${number(worker[load])} ${unit}`;
-      return make("li", { dataset: { taken: String(taken) } }, taken ? `${words} ← taken` : words);
-    });
+      const name = taken ? `${worker.address} ← taken` : worker.address;
+      const score = worker.score.toPrecision(3);
+      const cells = row("td", [name, number(worker[load]), score, sum(worker.terms)]);
+      return make("tr", { dataset: { taken: String(taken) } }, ...cells);
+    }),
+  );
+}
+
+/** What a score is the sum of; "" = it is none. */
+function sum(terms) {
+  if (!terms) return "";
+  const say = (name, value) =>
+    `${name}\u00a0${terms.is_s === false ? plural(value, "token") : time(value)}`;
+  const there = (name, value) => (value ? [say(name, value)] : []);
+  const how = terms.by_load ? ", by its load alone" : "";
+  if (terms.step !== undefined) {
+    const more = [...there("hand-over", terms.hand_over), ...there("no room", terms.no_room)];
+    return [say("step", terms.step), ...more].join(" + ") + how;
+  }
+  const beside = [...there("fetch", terms.fetch), ...there("load", terms.load)];
+  const waits = [say("wait", terms.wait), ...beside].join(" or ");
+  return `${beside.length ? `the longest of ${waits}` : waits} + ${say("compute", terms.compute)}${how}`;
 }
 
 function expectation(prediction) {

@@ -16,6 +16,7 @@ from services.cli.client import Access, GatewayRefused, RunningGateway
 from services.cli.flags import CannotRun
 from services.cli.generate import Answer, print_piece, stream_answer
 from services.cli.receipt import receipt_table
+from services.gateway.core.routing.sides import AnswerTerms, PromptTerms
 from services.gateway.front.auth import KeyRing, hash_key
 from shared.errors import InvalidRequest, MeshError, WorkerLost
 from shared.telemetry.lifetime import Receipt
@@ -200,11 +201,20 @@ def test_a_receipt_is_a_table_whose_phases_have_names() -> None:
         lane="sysv",
         mode="layerwise",
         attempts=2,
+        prefill="abcdef0123456789",
+        decode="0123456789abcdef",
+        prefill_pool="prompt",
+        decode_pool="mixed",
+        decision={
+            "policy": "conductor",
+            "prefill": {"score": 0.5, "terms": PromptTerms(0.1, 0.4, 8, True)._asdict()},
+            "decode": {"score": 0.02, "terms": AnswerTerms(0.015, 0.0, 0.005, True)._asdict()},
+        },
         output_tokens=9,
         errors=("worker_lost",),
     )
     out = io.StringIO()
-    Console(file=out, width=100).print(receipt_table(receipt.as_dict(), {"prompt_tokens": 126}))
+    Console(file=out, width=130).print(receipt_table(receipt.as_dict(), {"prompt_tokens": 126}))
     lines = [" ".join(line.split()) for line in out.getvalue().splitlines()]
     assert "prefill 20.0 ms computed the prompt and token 1" in lines
     assert "= first token 25.0 ms from arrival" in lines
@@ -212,4 +222,8 @@ def test_a_receipt_is_a_table_whose_phases_have_names() -> None:
     assert "per token 10.0 ms 100 tokens/s" in lines
     assert "= all 100.0 ms 126 tokens in (0 cached), 9 out" in lines
     assert "attempts 2 worker_lost" in lines
+    why = "prompt pool, conductor's score 0.5 = wait 0.1 + compute 0.4 s, 8 tokens cached"
+    assert f"prefill worker abcdef {why}" in lines
+    why = "step 0.015 + hand-over 0.005 s a token, by its load alone"
+    assert f"decode worker 012345 mixed pool, conductor's score 0.02 = {why}" in lines
     assert not any(line.startswith("queue") for line in lines)

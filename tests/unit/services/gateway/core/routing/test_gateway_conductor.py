@@ -15,7 +15,7 @@ from services.gateway.core.index.fetches import FIRST_FETCH_S, FetchTimes, Hit, 
 from services.gateway.core.index.holdings import Holdings
 from services.gateway.core.index.prefixes import HashedPrompt
 from services.gateway.core.routing import conductor
-from services.gateway.core.routing.decision_record import record_of
+from services.gateway.core.routing.decision_record import chosen, record_of
 from services.gateway.core.routing.decision_record import replay as decide_again
 from services.gateway.core.routing.peer_table import PeerTable
 from services.gateway.core.routing.router import Router
@@ -77,6 +77,9 @@ def decide(
     decision = decided(policy, table, 0.5, request)
     record = json.loads(json.dumps(record_of(decision, attempt=0, at_s=0.0)))
     assert decide_again(record).differences == []
+    scores = decision.scores
+    for values, terms in ((scores.prefills, scores.terms), (scores.decodes, scores.answer_terms)):
+        assert not terms or [it.score for it in terms] == list(values)
     return decision
 
 
@@ -205,7 +208,17 @@ def test_decode_is_the_one_with_the_shortest_steps_and_room() -> None:
     prefill = table.all(Role.PREFILL)[0]
     speeds = {one.incarnation: FAST, two.incarnation: FAST / 1e4, three.incarnation: FAST}
     table.report(prefill, replace(prefill.status, speeds=speeds), 0.0)
-    assert decide(table, {}, num_tokens=100).decode == one.incarnation
+    decision = decide(table, {}, num_tokens=100)
+    assert decision.decode == one.incarnation
+    step_s = 0.01 + 0.001 * 3 + 1e-6 * (one.reserved_tokens + 100)
+    assert decision.scores.answer_terms[0] == pytest.approx((step_s, 0.0, 1e-6, False))
+    assert decision.scores.answer_terms[2].no_room == conductor.NO_ROOM_S
+    record = record_of(decision, attempt=0, at_s=0.0)
+    hand_over = record["decodes"][1]["terms"]["hand_over"]
+    assert hand_over == pytest.approx(0.01)  # 100 tokens at 100 a second, of 100 to come
+    assert chosen(decision)["decode"] == {
+        name: record["decodes"][0][name] for name in ("score", "terms")
+    }
 
 
 def test_any_decision_comes_out_of_its_record_again() -> None:
