@@ -68,6 +68,9 @@ NUM_IDLE = 64
 NUM_TELLING = 64
 """Workers of the index that is measured alone."""
 
+NUM_HOT = 1 << 12
+"""Keys that are shared, each by workers of its own."""
+
 REPORT_KEYS = 1 << 13
 """As in a piece of a snapshot (``shared/kv/journal.py``)."""
 
@@ -322,7 +325,8 @@ def measure_index(num_keys: int, repetitions: int, seconds: float) -> dict[str, 
     nobody has anything.
 
     bytes_a_key: of the table, when each worker's keys are its own, and what 1,000 workers with
-    10^6 blocks of 16 tokens would come to, in granules of 256 tokens.
+    10^6 blocks of 16 tokens would come to, in granules of 256 tokens. bytes_a_hot_key: see
+    ``bytes_a_hot_key``.
     """
     source = np.random.default_rng(5)
     index = PrefixIndex(1 << 31)
@@ -356,9 +360,23 @@ def measure_index(num_keys: int, repetitions: int, seconds: float) -> dict[str, 
         "what": "index",
         "num_keys": num_keys,
         "bytes_a_key": bytes_a_key,
+        "bytes_a_hot_key": bytes_a_hot_key(),
         "gb_of_1000_workers": bytes_a_key * 1000 * 10**6 * 16 / 256 / 1e9,
         **{name: spread(values) for name, values in rates.items()},
     }
+
+
+def bytes_a_hot_key() -> float:
+    """The worst for memory: 1,000 workers, and keys that eight of them have, each key another
+    eight, so that no two share a holding."""
+    source, index = np.random.default_rng(5), PrefixIndex(1 << 31)
+    keys = source.integers(1, 1 << 63, NUM_HOT, np.uint64)
+    holders = source.integers(0, 1000, (NUM_HOT, 8))
+    for place in range(1000):
+        index.asked(place)
+        index.apply(place, changes_of(np.empty(0, np.uint64)))
+        index.apply(place, changes_of(keys[(holders == place).any(axis=1)]))
+    return index.num_bytes / len(index)
 
 
 def changes_of(keys: NDArray[np.uint64], *, gone: bool = False) -> KvChanges:
@@ -535,7 +553,8 @@ def main() -> None:
     row = measure_index(1 << (18 if asked.quick else 22), asked.repetitions, seconds)
     record.rows.append(row)
     print(
-        f"index of {row['num_keys']:,} keys: {row['bytes_a_key']:.1f} bytes a key; CPU: "
+        f"index of {row['num_keys']:,} keys: {row['bytes_a_key']:.1f} bytes a key, "
+        f"{row['bytes_a_hot_key']:.0f} of one whose holders no other has; CPU: "
         f"{row['changes_per_s']['median']:,.0f} changes, {row['lookups_per_s']['median']:,.0f} "
         f"look-ups of {LONG_PROMPT} tokens, {row['misses_per_s']['median']:,.0f} of a prompt that "
         "nobody has"

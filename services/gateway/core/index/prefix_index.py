@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -103,8 +104,7 @@ class PrefixIndex:
     @property
     def num_bytes(self) -> int:
         """Memory of the table and of the holdings."""
-        each = 2 * self._bits[:, 0].nbytes + HOLDING_BYTES  # as bits, and as a key
-        return self._table.num_bytes + each * len(self._references)
+        return self._table.num_bytes + self._bits.nbytes + HOLDING_BYTES * len(self._references)
 
     def _has_room(self, num_keys: float) -> bool:
         """Memory is never given back, but what was taken before is free to be used again."""
@@ -229,13 +229,14 @@ class PrefixIndex:
         word, bit = _bit_of(place)
         bits = self._bits[:, number].copy()
         bits[tier, word] ^= bit
-        new = self._number_of.get(row := bits.tobytes())
+        new = self._number_of.get(row := _name_of(bits))
         if new is None:
             new = self._free.pop() if self._free else len(self._references)
             if new == len(self._references):
                 self._references.append(0)
             if new == self._bits.shape[1]:
-                self._bits = np.concatenate([self._bits, np.zeros_like(self._bits)], axis=1)
+                more = np.zeros_like(self._bits[:, ::4])
+                self._bits = np.concatenate([self._bits, more], axis=1)
             self._bits[:, new], self._number_of[row] = bits, new
             (self._below.add if bits[Tier.HBM + 1 :].any() else self._below.discard)(new)
         self._references[new] += times
@@ -256,7 +257,7 @@ class PrefixIndex:
             del self._number_of[row]
 
     def _row(self, number: int) -> bytes:
-        return self._bits[:, number].tobytes()
+        return _name_of(self._bits[:, number])
 
     def _give_up(self, place: int, state: Indexed) -> None:
         self.drop(place)
@@ -353,6 +354,11 @@ class PrefixIndex:
             # A later decision may expect the same granule, of this worker or another.
             if self._expected.get(key) is promise:
                 del self._expected[key]
+
+
+def _name_of(bits: Bits) -> bytes:
+    """Return a holding's name, which is shorter than its bits are with a thousand workers."""
+    return blake2b(bits.tobytes(), digest_size=16).digest()
 
 
 def _bit_of(place: int) -> tuple[int, np.uint64]:
