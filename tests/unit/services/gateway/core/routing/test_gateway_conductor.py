@@ -7,13 +7,15 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import reduce
+from operator import xor
 from typing import Any
 
 import pytest
 
 from services.gateway.core.index.fetches import FIRST_FETCH_S, FetchTimes, Hit, OffersOf
 from services.gateway.core.index.holdings import Holdings
-from services.gateway.core.index.prefixes import HashedPrompt
+from services.gateway.core.index.prefixes import HashedPrompt, Indexed
 from services.gateway.core.routing import conductor
 from services.gateway.core.routing.decision_record import chosen, record_of
 from services.gateway.core.routing.decision_record import replay as decide_again
@@ -23,7 +25,8 @@ from services.gateway.core.routing.routing import POLICIES, RouteDecision
 from services.gateway.core.routing.sides import RouteRequest
 from services.gateway.core.worker import Role
 from shared.ids import Incarnation, StreamId
-from shared.kv.prefix_hash import UNIT
+from shared.kv.journal import KvChanges, TierChanges, key_of
+from shared.kv.prefix_hash import UNIT, prefix_hashes, root_hash
 from shared.messages.columns import pack_u32
 from shared.predict.step_time import StepFit
 from tests.unit.services.gateway.core.routing.test_gateway_routing import LAYOUT, a_mesh
@@ -359,6 +362,35 @@ def test_one_pair_and_a_short_prompt_need_no_columns_and_no_index(
         assert router.route(request, 0.0, 0.5).decision is not None
     assert asked == [1]
     assert table._columns is None
+
+
+def test_a_worker_of_an_older_release_stays_silent_and_counts_by_its_queue() -> None:
+    """It answers no ask for its prefixes and reports without events: nothing is taken to be cached
+    there. It gets prompts all the same, and what others have is sent to it."""
+    table = a_known_mesh([0.5, 0.0])
+    router = Router(POLICIES["conductor"](), table, index_bytes=1 << 20)
+    assert router.prefixes is not None
+    for worker in table.workers:
+        router.prefixes.joined(worker)
+    teller, older = table.all(Role.PREFILL)
+    asked = router.prefixes.take_ask(teller.incarnation)
+    assert asked is not None
+    assert router.prefixes.take_ask(older.incarnation) == asked
+    column = pack_u32(range(1_000))
+    root = root_hash(teller.model.fingerprint + teller.layout.digest, b"")
+    keys = [*map(key_of, prefix_hashes(root, column, asked.granule_tokens))]
+    nothing = TierChanges([], [], 0, 0)
+    told = TierChanges(keys, [], len(keys), reduce(xor, keys))
+    router.prefixes.told(teller, KvChanges(True, True, (told, nothing, nothing)))
+    assert router.prefixes.known(teller) == (Indexed.KNOWN, len(keys))
+    assert router.prefixes.known(older) == (Indexed.SILENT, 0)
+    request = RouteRequest(1_000, 10, prompt=HashedPrompt(column, b""))
+    decision = router.route(request, 0.0, 0.5).decision
+    assert decision is not None
+    assert decision.prefill == older.incarnation
+    assert (it := decision.terms) is not None
+    assert (it.source, it.cached_tokens) == (teller.incarnation, it.fetched_tokens)
+    assert router.prefixes.known(older) == (Indexed.SILENT, 0)
 
 
 @pytest.mark.parametrize("num", [0, 9], ids=["few", "many"])
