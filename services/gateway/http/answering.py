@@ -37,7 +37,6 @@ Format = AnswerFormat | ItemFormat
 
 
 def head_of_answer(call: Call, model: ServedModel, prefix: str) -> AnswerHead:
-    """Return what an answer says of itself."""
     return AnswerHead(id=prefix + call.request_id, model=model.name, created=int(time.time()))
 
 
@@ -84,7 +83,7 @@ async def answered(
     receipts = answers.receipts() if body.wants_receipt else ()
     write = partial(answer_format.body, deltas, answers.usage, receipts)
     is_small = _num_logprobs(choices) <= MAX_LOGPROBS_ON_LOOP
-    return json_response(write() if is_small else await to_thread(write), headers=call.headers)
+    return json_response(write() if is_small else await to_thread(write))
 
 
 def _num_logprobs(choices: Sequence[Choice]) -> int:

@@ -186,47 +186,46 @@ class HttpDoor:
 
     # --- operators ------------------------------------------------------------------------------
 
-    async def health(self, _: HttpRequest, call: Call) -> Response:
+    async def health(self, *_: object) -> Response:
         """Say that the process lives."""
-        return json_response(bodies.Health("ok"), headers=call.headers)
+        return json_response(bodies.Health("ok"))
 
-    async def ready(self, _: HttpRequest, call: Call) -> Response:
+    async def ready(self, *_: object) -> Response:
         """Say whether a request would be served now."""
         mesh = self._front.mesh
         if mesh.is_ready:
-            return json_response(bodies.Readiness("ready"), headers=call.headers)
+            return json_response(bodies.Readiness("ready"))
         answer = bodies.Readiness("not ready", mesh.not_ready_reason)
-        return json_response(answer, headers=call.headers, status=503)
+        return json_response(answer, status=503)
 
-    async def version(self, _: HttpRequest, call: Call) -> Response:
+    async def version(self, *_: object) -> Response:
         """Tell the gateway's version."""
-        return json_response(bodies.Version(VERSION), headers=call.headers)
+        return json_response(bodies.Version(VERSION))
 
-    async def metrics(self, _: HttpRequest, call: Call) -> Response:
+    async def metrics(self, *_: object) -> Response:
         """Numbers for Prometheus."""
         body = generate_latest(self._front.metrics.registry)
-        return Response(200, body, {**call.headers, "Content-Type": CONTENT_TYPE_LATEST})
+        return Response(200, body, {"Content-Type": CONTENT_TYPE_LATEST})
 
-    async def cluster(self, _: HttpRequest, call: Call) -> Response:
+    async def cluster(self, *_: object) -> Response:
         """Tell of workers, load and the last minute's traffic."""
-        return _told({"version": VERSION, **self._front.mesh.cluster()}, Cluster, call)
+        return _told({"version": VERSION, **self._front.mesh.cluster()}, Cluster)
 
-    async def recent(self, _: HttpRequest, call: Call) -> Response:
+    async def recent(self, *_: object) -> Response:
         """Tell the last requests as receipts, and the workers that they met."""
-        return _told({"version": VERSION, **self._front.mesh.recent()}, RecentRequests, call)
+        return _told({"version": VERSION, **self._front.mesh.recent()}, RecentRequests)
 
-    async def explain(self, request: HttpRequest, call: Call) -> Response:
+    async def explain(self, request: HttpRequest, _: Call) -> Response:
         """Tell why one of the last requests went where it went."""
-        found = self._front.mesh.explain(request.parameters["request_id"])
-        return _told(found, Explanation, call)
+        return _told(self._front.mesh.explain(request.parameters["request_id"]), Explanation)
 
     async def change_role(self, request: HttpRequest, call: Call) -> Response:
         """Change what a worker is when nothing is asked of it; what it has in hand goes on."""
         body = await read_body(request, call, _ROLE)
         worker = await self._front.mesh.change_role(request.parameters["worker"], body.role)
-        return json_response(msgspec.convert(worker, ClusterWorker), headers=call.headers)
+        return json_response(msgspec.convert(worker, ClusterWorker))
 
-    async def openapi(self, _: HttpRequest, call: Call) -> Response:
+    async def openapi(self, *_: object) -> Response:
         """This document."""
         # Behind the key: it tells version and model.
         model = self._front.mesh.model
@@ -240,18 +239,18 @@ class HttpDoor:
                 takes_templates=self._front.config.trust_templates,
             )
             self._document = model, msgspec.json.encode(document)
-        return json_response(self._document[1], headers=call.headers)
+        return json_response(self._document[1])
 
-    async def models(self, _: HttpRequest, call: Call) -> Response:
+    async def models(self, *_: object) -> Response:
         """List the served model."""
         model = self._front.mesh.model
         data = [] if model is None else [_model_card(model)]
-        return json_response(bodies.ModelList("list", data), headers=call.headers)
+        return json_response(bodies.ModelList("list", data))
 
     async def one_model(self, request: HttpRequest, call: Call) -> Response:
         """Tell of one model."""
         model = await self._front.model(request.parameters["name"], call.caller)
-        return json_response(_model_card(model), headers=call.headers)
+        return json_response(_model_card(model))
 
     # --- text -----------------------------------------------------------------------------------
 
@@ -272,7 +271,7 @@ class HttpDoor:
                 body.prompt or "", add_special_tokens=body.add_special_tokens is not False
             )
         answer = bodies.Tokens(len(ids), model.max_model_len, list(ids))
-        return json_response(answer, headers=call.headers)
+        return json_response(answer)
 
     async def detokenize(self, request: HttpRequest, call: Call) -> Response:
         """Turn token ids into text."""
@@ -280,7 +279,7 @@ class HttpDoor:
         model = await self._front.model(body.model, call.caller)
         ids = limits.checked_token_ids(body.tokens, model.vocab_size, param="tokens")
         text = await self._front.text.decode(ids)
-        return json_response(bodies.Text(text), headers=call.headers)
+        return json_response(bodies.Text(text))
 
     # --- generation -----------------------------------------------------------------------------
 
@@ -340,14 +339,14 @@ class HttpDoor:
         body = await read_body(request, call, _COUNT_TOKENS)
         asked = await self._asked(request, call, body, is_counted=True)
         num_tokens = len(asked.choices[0].request.token_ids)
-        return json_response(InputTokens(num_tokens), headers=call.headers)
+        return json_response(InputTokens(num_tokens))
 
     async def count_input(self, request: HttpRequest, call: Call) -> Response:
         """Count the tokens of the input of a body of /v1/responses."""
         body = await read_body(request, call, _RESPONSES)
         asked = await self._asked(request, call, body, is_counted=True)
         num_tokens = len(asked.choices[0].request.token_ids)
-        return json_response(InputCount(input_tokens=num_tokens), headers=call.headers)
+        return json_response(InputCount(input_tokens=num_tokens))
 
     async def _asked(
         self,
@@ -401,10 +400,9 @@ class HttpDoor:
         ]
 
 
-def _told(view: dict[str, Any], shape: type[msgspec.Struct], call: Call) -> Response:
+def _told(view: dict[str, Any], shape: type[msgspec.Struct]) -> Response:
     """What the mesh says of itself now; ``shape`` is what ``/openapi.json`` says of it."""
-    headers = {**call.headers, "Cache-Control": "no-store"}
-    return json_response(msgspec.convert(view, shape), headers=headers)
+    return json_response(msgspec.convert(view, shape), headers={"Cache-Control": "no-store"})
 
 
 def _model_card(model: ServedModel) -> bodies.ModelCard:

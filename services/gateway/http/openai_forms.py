@@ -127,7 +127,6 @@ class SamplingBody(_RenderedBody, kw_only=True):
 
     @property
     def wants_receipt(self) -> bool:
-        """Whether the answer shall carry the receipt."""
         options = self.stream_options
         return bool(self.include_receipt or (options is not None and options.include_receipt))
 

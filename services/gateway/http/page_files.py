@@ -35,23 +35,6 @@ _HEADERS = {
 }
 
 
-class _PageFile:
-    """One file, ready to be sent."""
-
-    def __init__(self, name: str, body: bytes) -> None:
-        self._body = body
-        self._type = _TYPES[name[name.rindex(".") :]]
-        self._tag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
-
-    async def serve(self, request: HttpRequest, call: Call) -> Response:
-        """Send a page to chat and to watch the mesh; 304 to who has this very one."""
-        headers = {**call.headers, **_HEADERS, "ETag": self._tag}
-        known = request.headers.get("If-None-Match", "").split(",")
-        if any(tag.strip().removeprefix("W/") in (self._tag, "*") for tag in known):
-            return Response(304, b"", headers)
-        return Response(200, self._body, {**headers, "Content-Type": self._type})
-
-
 def page_routes() -> tuple[Route, ...]:
     """Return the routes of the page: ``/``, and one for each of its other files under ``/page/``.
 
@@ -59,13 +42,20 @@ def page_routes() -> tuple[Route, ...]:
     """
     folder = resources.files("services.gateway.http") / _FOLDER
     names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
-    return tuple(
-        Route(
-            "GET",
-            "/" if name == _INDEX else f"/{_FOLDER}/{name}",
-            Policy.ANYBODY,
-            _PageFile(name, (folder / name).read_bytes()).serve,
-            "text/html",
-        )
-        for name in names
-    )
+    return tuple(_route(name, (folder / name).read_bytes()) for name in names)
+
+
+def _route(name: str, body: bytes) -> Route:
+    kind = _TYPES[name[name.rindex(".") :]]
+    own = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
+    headers = {**_HEADERS, "ETag": own}
+
+    async def serve(request: HttpRequest, _: Call) -> Response:
+        """Send a page to chat and to watch the mesh; 304 to who has this very one."""
+        known = request.headers.get("If-None-Match", "").split(",")
+        if any(tag.strip().removeprefix("W/") in (own, "*") for tag in known):
+            return Response(304, b"", headers)
+        return Response(200, body, {**headers, "Content-Type": kind})
+
+    path = "/" if name == _INDEX else f"/{_FOLDER}/{name}"
+    return Route("GET", path, Policy.ANYBODY, serve, "text/html")

@@ -208,7 +208,9 @@ class Routes:
                 call.id_headers = _ANTHROPIC_IDS
             response = await self._guarded(route, request, call)
             call.status = 200 if response is None else response.status
-        return response
+        if response is None:  # its stream has said of itself what every response says
+            return None
+        return response._replace(headers={**call.headers, **response.headers})
 
     def _match(self, request: HttpRequest) -> dict[str, Route]:
         for pattern, methods in self._patterns.items():
@@ -236,8 +238,7 @@ class Routes:
         except ConnectionError:  # the client has gone
             raise
         except Exception as failure:
-            shape = route.error.of
-            return error_response(typed(failure, call), headers=call.headers, error_body=shape)
+            return error_response(typed(failure, call), error_body=route.error.of)
         # A stream that broke has its error's type already: its 200 was on the way.
         if call.outcome == "cancelled":
             call.outcome = "ok"
