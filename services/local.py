@@ -168,7 +168,6 @@ class LocalMesh:
 
     @property
     def gateway(self) -> Service:
-        """The gateway's process."""
         return self.services[0]
 
     @property
@@ -199,13 +198,13 @@ class LocalMesh:
         host = self.gateway.env.get(variable, "") or "127.0.0.1"
         return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
-    async def start(self, tasks: asyncio.TaskGroup, limit_s: float) -> None:
+    async def start(self, tasks: asyncio.TaskGroup) -> None:
         """Start all in ``tasks``, which a failure to start ends, and wait until all are ready.
 
         Raises StartFailed: the limit came first.
         """
         try:
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(START_LIMIT_S):
                 self._keep(self.gateway, tasks)
                 await self.gateway.ready.wait()
                 # Whatever restarts finds the others where they were.
@@ -225,7 +224,7 @@ class LocalMesh:
                     await worker.ready.wait()
         except TimeoutError:
             names = ", ".join(s.name for s in self.services if not s.ready.is_set())
-            raise StartFailed(f"not ready after {limit_s:g} s: {names}") from None
+            raise StartFailed(f"not ready after {START_LIMIT_S:g} s: {names}") from None
 
     async def stop(self) -> None:
         """Stop the gateway, then the workers: what it has in hand needs them. Whatever does not end
@@ -286,8 +285,10 @@ class LocalMesh:
                 if loop.time() - started_at > STEADY_AFTER_S:
                     num_crashes = 0
                 pause_s = RESTART_BACKOFF_S[min(num_crashes, len(RESTART_BACKOFF_S) - 1)]
-                if await self._is_stopped_within(pause_s):
-                    return
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(pause_s):
+                        await self._stopping.wait()
+                        return
                 num_crashes += 1
                 service.num_restarts += 1
         finally:
@@ -295,12 +296,6 @@ class LocalMesh:
                 self._enter(service, Phase.STOPPED)
             if service.is_retired:
                 self.forget(service)
-
-    async def _is_stopped_within(self, seconds: float) -> bool:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._stopping.wait()
-        return self._stopping.is_set()
 
     async def _run_once(self, service: Service) -> None:
         """Start the process and return when it has ended and is reaped."""
@@ -373,7 +368,7 @@ async def local_mesh(
         stack.enter_context(plain_errors())
         async with TaskGroup() as tasks:
             try:
-                await mesh.start(tasks, START_LIMIT_S)
+                await mesh.start(tasks)
                 yield mesh
             finally:
                 await mesh.stop()

@@ -214,9 +214,9 @@ def tour() -> str:
     for number, stop in enumerate(STOPS, 1):
         links: list[str] = []
         for what, name in (("Decided by", stop.decides), ("done by", stop.acts)):
-            place = place_of(name)
+            file, line = place_of(name)
             short = name.partition(":")[2]
-            links.append(f"{what} [`{short}`](../{place.file}#L{place.line})")
+            links.append(f"{what} [`{short}`](../{file}#L{line})")
         indent = " " * len(f"{number}. ")
         lines += [
             f"{number}. **{stop.process} · {stop.phase}** (`{stop.moment.value}`). {stop.text}",

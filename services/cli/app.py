@@ -25,7 +25,7 @@ from services.cli.demo import demo
 from services.cli.doctor.report import doctor
 from services.cli.explain import explain
 from services.cli.generate import generate
-from services.cli.keys import hash_api_key, make_secret
+from services.cli.keys import hash_key, secret
 from services.cli.models import models
 from services.cli.one_service import decode, gateway, prefill
 from services.cli.profile import profile
@@ -92,33 +92,14 @@ def completion(
 
 
 COMMANDS: Final = (
-    (LOCAL, {"demo": demo, "up": up, "doctor": doctor, "profile": profile, "tour": tour}),
-    (SERVICES, {"gateway": gateway, "prefill": prefill, "decode": decode}),
-    (
-        CLIENT,
-        {
-            "chat": chat,
-            "generate": generate,
-            "models": models,
-            "top": top,
-            "role": role,
-            "explain": explain,
-            "bench": bench,
-        },
-    ),
-    (
-        OTHER,
-        {
-            "completion": completion,
-            "config": config,
-            "hash-key": hash_api_key,
-            "secret": make_secret,
-            "version": version,
-        },
-    ),
+    (LOCAL, (demo, up, doctor, profile, tour)),
+    (SERVICES, (gateway, prefill, decode)),
+    (CLIENT, (chat, generate, models, top, role, explain, bench)),
+    (OTHER, (completion, config, hash_key, secret, version)),
 )
 for group, commands in COMMANDS:
-    for place, (name, command) in enumerate(commands.items()):
+    for place, command in enumerate(commands):
+        name = command.__name__.replace("_", "-")
         help_epilogue = help_texts.examples(name)
         app.command(command, name=name, group=group, help_epilogue=help_epilogue, sort_key=place)
 app.command("services.cli.plan.app:plan_app", name="plan", group=PLANS, help=help_texts.PLAN_IS)

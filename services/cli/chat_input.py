@@ -15,26 +15,15 @@ from prompt_toolkit import PromptSession
 from prompt_toolkit.completion import WordCompleter
 from prompt_toolkit.filters import Condition
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
-from prompt_toolkit.input import Input
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
-from prompt_toolkit.output import Output
 
 MAX_HISTORY_BYTES: Final = 4 << 20
 """A longer one begins anew: it is read as a whole at every start."""
 
 
-def typed_lines(
-    commands: Mapping[str, str],
-    *,
-    is_history_kept: bool,
-    source: Input | None = None,
-    screen: Output | None = None,
-) -> Iterator[str]:
-    """Yield what the user sends until they leave.
-
-    commands: with their meanings, offered as completions. source, screen: for tests; default: the
-    terminal.
-    """
+def typed_lines(commands: Mapping[str, str], *, is_history_kept: bool) -> Iterator[str]:
+    """Yield what the user sends until they leave. commands: with their meanings, offered as
+    completions."""
     session: PromptSession[str] = PromptSession(
         history=_history(is_history_kept),
         completer=WordCompleter(list(commands), meta_dict=dict(commands), sentence=True),
@@ -42,8 +31,6 @@ def typed_lines(
         key_bindings=_keys(),
         multiline=True,
         prompt_continuation="· ",
-        input=source,
-        output=screen,
     )
     while True:
         before = signal.signal(signal.SIGTERM, _end)
@@ -56,18 +43,14 @@ def typed_lines(
         yield text
 
 
-def history_path(environment: Mapping[str, str]) -> Path:
-    """Return where history is kept: in the user's state folder, as the XDG rules have it."""
-    state = environment.get("XDG_STATE_HOME", "")
-    folder = Path(state) if state else Path.home() / ".local" / "state"
-    return folder / "pdmesh" / "chat_history"
-
-
 def _history(is_kept: bool) -> History:
+    """Kept in the user's state folder, as the XDG rules have it."""
     if not is_kept:
         return InMemoryHistory()
-    path = history_path(os.environ)
     try:
+        state = os.environ.get("XDG_STATE_HOME", "")
+        folder = Path(state) if state else Path.home() / ".local" / "state"
+        path = folder / "pdmesh" / "chat_history"
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
         if path.exists() and path.stat().st_size > MAX_HISTORY_BYTES:

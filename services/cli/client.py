@@ -140,7 +140,7 @@ class RunningGateway:
             ) from None
 
     async def ask(self, path: str, *, limit_s: float = ANSWERS_WITHIN_S) -> Any:
-        """``get`` over a session of its own."""
+        """``call`` over a session of its own."""
         async with self.access.session() as session:
             return await self.call(session, path, limit_s=limit_s)
 

@@ -18,10 +18,7 @@ from cyclopts import Group, Parameter
 from services.cli.flags import field_texts
 from services.cli.sources import ConfigFlag, JsonFlag, with_config_file
 from services.cli.words import print_json
-from shared.config import (
-    SECRET_SETTINGS,
-    ServiceConfig,
-)
+from shared.config import SECRET_SETTINGS
 from shared.quantity import unit_of, write_quantity
 from shared.settings import (
     MESH,
@@ -106,8 +103,10 @@ def example_file() -> str:
         for name in section_fields(section):
             # Whoever knows the setting has the same help and default for it.
             role = next(r for r in reversed(roles) if hasattr(ROLES[r], name))
-            lines += ["", *_comment(field_texts(ROLES[role])[name])]
-            lines.append(f"#{name} = {toml_value(name, _default(ROLES[role], name))}")
+            text = " ".join(field_texts(ROLES[role])[name].split())
+            default = next(it.default for it in dataclasses.fields(ROLES[role]) if it.name == name)
+            lines += ["", *textwrap.wrap(text, 98, initial_indent="# ", subsequent_indent="# ")]
+            lines.append(f"#{name} = {toml_value(name, default)}")
     return "\n".join(lines) + "\n"
 
 
@@ -119,11 +118,3 @@ def toml_value(name: str, value: Any) -> str:
         return str(value).lower()
     unit = unit_of(name)
     return json.dumps(write_quantity(value, unit)) if unit else repr(value)
-
-
-def _default(kind: type[ServiceConfig], name: str) -> Any:
-    return next(field.default for field in dataclasses.fields(kind) if field.name == name)
-
-
-def _comment(text: str) -> list[str]:
-    return textwrap.wrap(" ".join(text.split()), 98, initial_indent="# ", subsequent_indent="# ")

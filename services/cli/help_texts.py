@@ -128,11 +128,6 @@ pdmesh plan fleet --rate 8 --device a100 --model llama-3-8b
 pdmesh plan verify                        a live mesh's last minutes, predicted beside seen
 pdmesh plan watch                         what the live planner would do on it now
 """,
-    "plan paper": r"""
-pdmesh plan paper distserve --requests requests.csv --model opt-13b --prefill 2,1 --decode 1,1 \
-    --data data --out latencies.csv
-pdmesh plan paper mooncake --replay conversation_trace.jsonl --policy lru --blocks 10000
-""",
     "plan paper distserve": r"""
 pdmesh plan paper distserve
 pdmesh plan paper distserve --requests requests.csv --model opt-66b --prefill 4,1 --decode 2,2 \

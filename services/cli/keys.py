@@ -12,13 +12,13 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from services.cli.flags import CannotRun, require
-from services.gateway.front.auth import hash_key, new_key
+from services.gateway.front import auth
 from services.gateway.front.quota import KeyLimits
 from shared.errors import InvalidRequest
 from shared.mesh_secret import new_secret
 
 
-def hash_api_key(
+def hash_key(
     name: Annotated[str, Parameter(show_env_var=False)],
     /,
     *,
@@ -51,14 +51,14 @@ def hash_api_key(
     limits = KeyLimits(
         requests_per_minute=requests_per_minute, concurrent_requests=concurrent_requests
     )
-    secret = sys.stdin.readline().strip() if key == "-" else key or new_key()
-    line = hash_key(name, secret, salt, limits, may)
+    own = sys.stdin.readline().strip() if key == "-" else key or auth.new_key()
+    line = auth.hash_key(name, own, salt, limits, may)
     if not key:
-        print(f"the key, shown this once: {secret}", file=sys.stderr)
+        print(f"the key, shown this once: {own}", file=sys.stderr)
     print(line)
 
 
-def make_secret(
+def secret(
     *,
     out: Annotated[Path | None, Parameter(show_env_var=False)] = None,
     keep: Annotated[bool, Parameter(negative="", show_env_var=False)] = False,

@@ -67,7 +67,6 @@ class LineView:
         self._last: dict[str, tuple[Phase, int, str]] = {}
 
     def show(self, mesh: LocalMesh) -> None:
-        """Called at every change."""
         for service in mesh.services:
             now = service.phase, service.num_restarts, service.part
             if service.phase is not Phase.WAITING and self._last.get(service.name) != now:
@@ -75,7 +74,6 @@ class LineView:
                 self.say(f"{service.name:<10} {service.phase.value:<9} {_facts(service)}".rstrip())
 
     def say(self, text: str) -> None:
-        """Print lines that stay."""
         self._out.write(f"{text}\n")
 
 

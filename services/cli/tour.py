@@ -64,12 +64,8 @@ class Happening:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class Walk:
-    """One request's whole walk, in order of time."""
-
-    happenings: tuple[Happening, ...]
-    answer: Answer
+Walk = tuple[tuple[Happening, ...], Answer]
+"""One request's whole walk, in order of time, and its answer."""
 
 
 def tour() -> int:
@@ -105,7 +101,7 @@ async def walk(log: Path, on_change: Callable[[LocalMesh], None] = lambda mesh: 
         await ask(mesh.http_url, WARM_UP)
         answer = await ask(mesh.http_url, PROMPT, EXPECTED)
     # Read after the end of the mesh, so that the last release is in it.
-    return Walk(happenings(_lines_of(log)), answer)
+    return happenings(_lines_of(log)), answer
 
 
 def _services() -> list[Service]:
@@ -151,21 +147,22 @@ def happenings(lines: Sequence[dict[str, Any]]) -> tuple[Happening, ...]:
 
 def show(walked: Walk, console: Console) -> None:
     """Print a walk: on a terminal with colours and links, else as plain text."""
+    found, answer = walked
     console.print(INTRO.format(tokens=STEP_TOKENS))
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(justify="right", no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True, style="dim")
     table.add_column()
-    for happening in walked.happenings:
+    for happening in found:
         stop = happening.stop
         if stop.each or happening.number in (1, happening.count):
             time = Text(f"{happening.at_s * 1000:.2f} ms", "bold")
             process = Text(happening.process, COLORS.get(happening.process, ""))
             table.add_row(time, process, stop.phase, _telling(happening))
     console.print(table)
-    console.print(f"\nanswer: {walked.answer.text}\n", markup=False)
-    console.print(receipt_table(walked.answer.receipt, walked.answer.usage))
+    console.print(f"\nanswer: {answer.text}\n", markup=False)
+    console.print(receipt_table(answer.receipt, answer.usage))
     console.print("\nThe same walk as a page to read: docs/tour.md", style="dim")
 
 
@@ -178,7 +175,7 @@ def _telling(happening: Happening) -> Text:
     if facts:
         text.append(f" ({facts})", "dim")
     for what, name in (("decides", stop.decides), ("acts", stop.acts)):
-        place = place_of(name)
+        file, line = place_of(name)
         text.append(f"\n{what:<7} ", "dim italic")
-        text.append(str(place), f"dim link file://{ROOT / place.file}")
+        text.append(f"{file}:{line}", f"dim link file://{ROOT / file}")
     return text

@@ -18,16 +18,6 @@ ROOT = Path(__file__).resolve().parents[2]
 """The folder that has ``services`` and ``shared``."""
 
 
-class Place(NamedTuple):
-    """Where an object is defined. file: below ``ROOT``."""
-
-    file: str
-    line: int
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
-
-
 class Stop(NamedTuple):
     """One stop. facts: what its log line adds, as a format string over the line's fields.
 
@@ -280,8 +270,9 @@ STOPS: tuple[Stop, ...] = (
 """In the order in which the page tells them. In a run some overlap; only causes come first."""
 
 
-def place_of(name: str) -> Place:
-    """Return where ``module:qualified.name`` is defined, by looking at the object itself.
+def place_of(name: str) -> tuple[str, int]:
+    """Return file (below ``ROOT``) and line where ``module:qualified.name`` is defined, by looking
+    at the object itself.
 
     Raises AttributeError, ImportError: there is no such object any more.
     """
@@ -294,4 +285,4 @@ def place_of(name: str) -> Place:
     found = inspect.unwrap(found)
     file = Path(inspect.getsourcefile(found) or "").resolve().relative_to(ROOT)
     _, line = inspect.getsourcelines(found)
-    return Place(str(file), line)
+    return str(file), line

@@ -155,7 +155,6 @@ _UpFlags = _with_settings()
 
 
 def up_config(**flags: Any) -> UpConfig:
-    """Return what these flags ask for."""
     return _UpFlags(**flags)
 
 

@@ -50,7 +50,6 @@ def milliseconds(seconds: float | None) -> str:
 
 
 def uptime(seconds: float) -> str:
-    """Return how long something has been up."""
     if seconds < 120:
         return f"up {seconds:.0f} s"
     return f"up {seconds / 60:.0f} min" if seconds < 7200 else f"up {seconds / 3600:.0f} h"

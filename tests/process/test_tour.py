@@ -64,7 +64,7 @@ def stops_of_page() -> list[tuple[str, str]]:
 
 def test_the_page_tells_the_stops_that_a_real_request_made(walked: Walk) -> None:
     """None is missing, none is invented, each is told of its own process."""
-    made = {(h.process, h.stop.moment.value) for h in walked.happenings}
+    made = {(h.process, h.stop.moment.value) for h in walked[0]}
     assert made == set(stops_of_page())
     assert stops_of_page() == [(stop.process, stop.moment.value) for stop in STOPS]
 
@@ -76,10 +76,10 @@ def test_every_moment_there_is_has_a_stop() -> None:
 
 def test_causes_come_before_effects_in_all_three_processes(walked: Walk) -> None:
     """The times of three processes are of one clock."""
-    first = {h.stop.moment: h.at_s for h in walked.happenings if h.number == 1}
+    first = {h.stop.moment: h.at_s for h in walked[0] if h.number == 1}
     wrong = [(a.value, b.value) for a, b in BEFORE if first[a] > first[b]]
     assert not wrong
-    last = {h.stop.moment: h.at_s for h in walked.happenings if h.number == h.count}
+    last = {h.stop.moment: h.at_s for h in walked[0] if h.number == h.count}
     assert last[Moment.FRAME_PLACED] <= first[Moment.JOINED]
     assert last[Moment.FRAME_PLACED] <= first[Moment.ACKNOWLEDGED]  # before or after it joins
     assert last[Moment.STEPPED] <= first[Moment.ENDED]  # it ends at both workers, in any order
@@ -87,10 +87,10 @@ def test_causes_come_before_effects_in_all_three_processes(walked: Walk) -> None
 
 def test_each_frame_leaves_after_its_own_layers_are_written(walked: Walk) -> None:
     """Eight frames: a layer of a step each, two steps, four layers."""
-    layers = [h for h in walked.happenings if h.stop.moment is Moment.LAYERS_WRITTEN]
-    sent = {h.number: h for h in walked.happenings if h.stop.moment is Moment.FRAME_SENT}
+    layers = [h for h in walked[0] if h.stop.moment is Moment.LAYERS_WRITTEN]
+    sent = {h.number: h for h in walked[0] if h.stop.moment is Moment.FRAME_SENT}
     assert sorted(sent) == list(range(1, 9))
-    planned = [h.at_s for h in walked.happenings if h.stop.moment is Moment.PLANNED]
+    planned = [h.at_s for h in walked[0] if h.stop.moment is Moment.PLANNED]
     assert len(planned) == 2
     for number, happening in sent.items():
         step, layer = divmod(number - 1, 4)
@@ -107,11 +107,11 @@ def _num_layers(facts: str) -> int:
 
 def test_the_receipt_agrees_with_the_moments(walked: Walk) -> None:
     """Its phases add up to TTFT, which is when token 1 was let go; each further token is a step."""
-    receipt = walked.answer.receipt
+    receipt = walked[1].receipt
     assert sum(receipt[name] for name in TTFT_PHASES) == pytest.approx(receipt["ttft_s"], abs=1e-5)
-    emitted = next(h for h in walked.happenings if h.stop.moment is Moment.EMITTED)
+    emitted = next(h for h in walked[0] if h.stop.moment is Moment.EMITTED)
     assert emitted.at_s == pytest.approx(receipt["ttft_s"], abs=0.25)
-    steps = [h for h in walked.happenings if h.stop.moment is Moment.STEPPED]
+    steps = [h for h in walked[0] if h.stop.moment is Moment.STEPPED]
     assert len(steps) + 1 == receipt["output_tokens"]
 
 
@@ -134,8 +134,8 @@ def test_the_command_ends_well_and_leaves_nothing(tmp_path: Path) -> None:
 
 def test_no_word_of_prompt_or_answer_is_in_what_was_logged(walked: Walk) -> None:
     """The tour shows the answer; the moments do not."""
-    told = " ".join(happening.facts for happening in walked.happenings)
-    assert "1986" in walked.answer.text
+    told = " ".join(happening.facts for happening in walked[0])
+    assert "1986" in walked[1].text
     assert "library" not in told
 
 
@@ -149,5 +149,6 @@ def test_it_prints_every_stop_with_its_places(walked: Walk, *, is_terminal: bool
     assert ("\x1b" in out.getvalue()) is is_terminal
     for stop in STOPS:
         for name in (stop.decides, stop.acts):
-            assert str(place_of(name)) in text
+            file, line = place_of(name)
+            assert f"{file}:{line}" in text
     assert "= first token" in text

@@ -64,7 +64,6 @@ class Shape:
 
 
 def fixed(num_input: int, num_output: int) -> Shape:
-    """Return requests that are all alike."""
     prompt, answer = (Lengths(num, num, num) for num in (num_input, num_output))
     return Shape(f"fixed {num_input}+{num_output}", prompt, answer)
 

@@ -101,7 +101,6 @@ def notes_of(report: Mapping[str, Any]) -> list[str]:
 
 
 def rate_text(rate: float | None) -> str:
-    """Return a rate for people."""
     if rate is None:
         return "the trace's own rate"
     return "all at once" if math.isinf(rate) else f"{rate:.4g}/s"

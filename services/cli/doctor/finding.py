@@ -23,7 +23,6 @@ class Finding:
 
     @property
     def is_wrong(self) -> bool:
-        """Whether somebody must do something."""
         return self.verdict == "wrong"
 
 

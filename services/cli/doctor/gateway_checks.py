@@ -16,7 +16,6 @@ ANSWERS_WITHIN_S: Final = 4.0
 
 
 async def check_gateway(gateway: RunningGateway) -> list[Finding]:
-    """Ask a gateway how its mesh is."""
     try:
         view = await gateway.ask("/cluster", limit_s=ANSWERS_WITHIN_S)
     except MeshError as error:

@@ -5,18 +5,16 @@ one thing and judges it. Facts of torch and of UCX come from ``shared.engine.pro
 from __future__ import annotations
 
 import ctypes
-import errno
 import importlib.metadata
-import os
 import platform
 import resource
-import socket
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
 from services.cli.doctor.finding import Finding, absent, right, wrong
+from services.cli.flags import CannotRun, require_free_port
 from shared import grammar
 from shared.control_groups import granted_cores, num_cores
 from shared.engine.vllm.release import INSTALL, release
@@ -226,14 +224,10 @@ def check_port(port: int, taken_by: str) -> Finding:
 
 def why_taken(port: int) -> str:
     """Return '' if we can listen on a port of this machine, else why not."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-            probe.listen(1)
-        except OSError as error:
-            is_taken = error.errno == errno.EADDRINUSE
-            return "something else listens there" if is_taken else os.strerror(error.errno or 0)
+    try:
+        require_free_port("127.0.0.1", port, "--port")
+    except CannotRun as error:
+        return error.message.partition(": ")[0]
     return ""
 
 
