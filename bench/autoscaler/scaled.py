@@ -30,7 +30,6 @@ from services.sim.engine import SimEngine
 from services.sim.members import Member
 from services.sim.mesh import CoreAnswer, CoreMesh
 from services.sim.orders import WorkerSize
-from services.sim.reports import Pace
 from services.sim.worker import CoreWorker
 from shared.errors import MeshError
 from shared.kv.layout import KvLayout
@@ -68,7 +67,7 @@ class ScaledMesh(CoreMesh):
     startup_s: from the order of a worker until it has joined. movable: whether homes may change.
     """
 
-    pace = Pace(report_s=1.0, gather_s=1.0)
+    report_s = gather_s = 1.0
 
     def __init__(
         self,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 
 from shared.errors import InvariantViolated
 
@@ -26,6 +27,15 @@ class EventClock:
         # early in its instant as if all had been asked for at the start.
         self._arrivals = itertools.count(-1 << 62)
 
+    @property
+    def next_at(self) -> float:
+        """When the next event happens; endless if there is none."""
+        return self._events[0][0] if self._events else math.inf
+
+    def run_out(self) -> None:
+        """Let everything happen."""
+        self.run(lambda: not self._events, math.inf)
+
     def at(self, when: float, happen: Callable[[], None]) -> None:
         """Let it happen then, or at once if that is over."""
         heapq.heappush(self._events, (max(when, self.now), next(self._order), happen))
@@ -35,7 +45,6 @@ class EventClock:
         heapq.heappush(self._events, (max(when, self.now), next(self._arrivals), happen))
 
     def after(self, seconds: float, happen: Callable[[], None]) -> None:
-        """Let it happen so much later."""
         self.at(self.now + seconds, happen)
 
     def send(self, happen: Callable[[], None]) -> None:
@@ -56,30 +65,20 @@ class EventClock:
             happen()
 
 
-class CountedBytes:
-    """Bytes that never repeat, and are the same in every run."""
-
-    def __init__(self, seed: int) -> None:
-        self._next = seed << 32
-
-    def __call__(self, num_bytes: int) -> bytes:
-        self._next += 1
-        # What changes comes first: a short answer is cut where all are alike.
-        return self._next.to_bytes(16, "little")[:num_bytes].ljust(num_bytes, b"\0")
+def counted_bytes(seed: int) -> Callable[[int], bytes]:
+    """Return what makes bytes that never repeat, and are the same in every run."""
+    numbers = itertools.count((seed << 32) + 1)
+    # What changes comes first: a short answer is cut where all are alike.
+    return lambda num: next(numbers).to_bytes(16, "little")[:num].ljust(num, b"\0")
 
 
-class CountedChances:
-    """Numbers in [0, 1) that look like chance (SplitMix64), and are the same in every run."""
-
-    def __init__(self, seed: int) -> None:
-        self._state = seed
-
-    def __call__(self) -> float:
-        self._state = (self._state + 0x9E3779B97F4A7C15) & _MASK
-        word = self._state
+def counted_chances(seed: int) -> Iterator[float]:
+    """Yield numbers in [0, 1) that look like chance (SplitMix64), the same in every run."""
+    for state in itertools.count(seed + _STEP, _STEP):
+        word = state & _MASK
         word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK
-        return ((word ^ (word >> 31)) >> 11) / (1 << 53)
+        yield ((word ^ (word >> 31)) >> 11) / (1 << 53)
 
 
-_MASK = (1 << 64) - 1
+_STEP, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
-from services.sim.clock import CountedBytes
+from services.sim.clock import counted_bytes
 from services.sim.orders import SimJob, WorkerSize
 from shared.errors import DeadlinePassed, InvariantViolated, MeshError, TransferFailed
 from shared.ids import Incarnation, StreamId
@@ -45,7 +45,7 @@ class KvEnds:
         self._worker = worker
         self._clock = worker.clock
         self._layout = layout
-        random_bytes = CountedBytes(worker.incarnation)
+        random_bytes = counted_bytes(worker.incarnation)
         self.senders = Senders(num_slots=size.num_slots)
         self.receivers = Receivers(
             num_slots=size.num_slots,
@@ -100,11 +100,6 @@ class KvEnds:
                     found[sink] = self._link_bytes_s / (1 + self.senders.num_on(link))
         return found
 
-    @property
-    def pending_bytes(self) -> int:
-        """KV that is announced and not acknowledged."""
-        return self.senders.pending_bytes
-
     def lose(self, other: CoreWorker, error: MeshError) -> None:
         """The other end of every pair with it is gone, and nothing is under way any more."""
         now = self._clock.now
@@ -120,14 +115,13 @@ class KvEnds:
     # --- what the worker's steps tell -------------------------------------------------------------
 
     def begin(self, key: TransferKey, peer: Incarnation, num_tokens: int) -> None:
-        """A prompt's KV is to go there."""
         self.do(self.senders.begin(key, self._sinks[peer], num_tokens, self._clock.now))
 
     def announce(self, plan: StepPlan) -> list[TransferKey]:
         """Tell the sinks what a step computes of their prompts; returns whose these are."""
         pushes: list[TransferKey] = []
         for sequence, row in zip(plan.sequences, plan.rows, strict=True):
-            job = self._worker.job_of(sequence)
+            job = self._worker.jobs_of[sequence]
             order = job.order
             if job.life.task is not Task.PROMPT or order.peer is None:
                 continue
@@ -148,7 +142,6 @@ class KvEnds:
                 self.do(self.senders.layers_ready(key, num_layers, self._clock.now))
 
     def computed(self, pushes: list[TransferKey]) -> None:
-        """The step is over."""
         for key in pushes:
             self.do(self.senders.span_computed(key, self._clock.now))
 

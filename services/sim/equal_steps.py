@@ -5,8 +5,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from shared.predict.times import TimeModel
-
 MOST_SKIPPED = 64
 """Steps that one event stands for at most: somebody nearly always comes sooner."""
 
@@ -20,19 +18,6 @@ class EqualSteps:
     began_at: float
     num_rows: int
     has_blocks: bool = False
-
-    @classmethod
-    def from_now(
-        cls, now: float, num_steps: int, num_rows: int, context: int, times: TimeModel
-    ) -> EqualSteps:
-        """context: tokens that the rows read in the first of them; each reads one more in the
-        next."""
-        ends: list[float] = []
-        at = now
-        for step in range(num_steps):
-            at += times.step_s(0, 0, num_rows, context + step * num_rows)
-            ends.append(at)
-        return cls(ends, now, num_rows)
 
     def num_done(self, now: float) -> int:
         """How many have ended, the last one never: an event ends it."""

@@ -24,7 +24,7 @@ from services.gateway.core.worker import Role, Worker, WorkerStatus
 from services.sim.clock import EventClock
 from services.sim.engine import SimEngine
 from services.sim.orders import Word, WorkerSize
-from services.sim.reports import Pace, Reporter, status_of
+from services.sim.reports import Reporter, status_of
 from services.sim.worker import CoreWorker
 from shared.errors import MeshError, WorkerLost
 from shared.home import Home
@@ -34,7 +34,7 @@ from shared.kv.layout import KvLayout
 from shared.liveness import LivenessRule
 from shared.model_spec import ModelSpec
 from shared.transfer.messages import LinkId
-from shared.worker_status import gather_s
+from shared.worker_status import GATHER_S, REPORT_S, gather_s
 
 INDEX_BYTES = 1 << 28
 
@@ -70,8 +70,8 @@ class Members(ABC):
     """
 
     liveness = LivenessRule()
-    pace = Pace()
-    """How often workers report."""
+    report_s, gather_s = REPORT_S, GATHER_S
+    """How often workers report (``Reporter``); the more they are, the longer news are gathered."""
 
     def __init__(
         self,
@@ -106,7 +106,6 @@ class Members(ABC):
     def _lost(self, member: Member, error: MeshError) -> None: ...
 
     def run(self, until: Callable[[], bool], limit_s: float = 60.0) -> None:
-        """Let events happen until this holds."""
         self.clock.run(until, limit_s)
 
     def start(
@@ -148,13 +147,12 @@ class Members(ABC):
         member = Member(core, worker, home_of(worker), self.clock.now, self.liveness)
         member.reporter = Reporter(
             core,
-            self.clock,
             lambda: self.report_of(
-                member,
-                status_of(core, member.home, member.has_heard, is_mixed=is_mixed),
+                member, status_of(core, member.home, member.has_heard, is_mixed=is_mixed)
             ),
             lambda status, changes: self._read(member, status, changes),
-            self.pace,
+            self.report_s,
+            self.gather_s,
         )
         for other in [it for it in self.members.values() if it.core.is_alive]:
             if any(
@@ -168,7 +166,7 @@ class Members(ABC):
         if self.router.prefixes is not None and self.router.prefixes.joined(worker):
             self._ask_prefixes()
         for it in self.members.values():
-            it.reporter.gather_s = max(self.pace.gather_s, gather_s(len(self.table)))
+            it.reporter.gather_s = max(self.gather_s, gather_s(len(self.table)))
         member.reporter.report()
         return core
 
@@ -205,7 +203,6 @@ class Members(ABC):
         self.clock.at(heard_at + self.liveness.dead_after_s, lambda: self._lose(member))
 
     def worker(self, core: CoreWorker) -> Worker:
-        """The gateway's view of it."""
         return self.members[core.incarnation].worker
 
     def pool(self, core: CoreWorker) -> Pool:
@@ -238,7 +235,6 @@ class Members(ABC):
                 self._give_home(self._orders[0])
 
     def _read(self, member: Member, status: WorkerStatus, changes: KvChanges | None) -> None:
-        """A worker's report has arrived."""
         worker, prefixes = member.worker, self.router.prefixes
         # It has ended since it sent this.
         if self.table.get(worker.incarnation) is None:

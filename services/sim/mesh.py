@@ -36,7 +36,7 @@ from services.gateway.core.lifecycle import CancelLeg, End, Leg, Lifecycle, Rero
 from services.gateway.core.routing.expectations import EndedAnswer
 from services.gateway.core.routing.routing import RouteDecision
 from services.gateway.core.worker import Role
-from services.sim.clock import WIRE_S, CountedBytes, CountedChances
+from services.sim.clock import WIRE_S, counted_bytes, counted_chances
 from services.sim.engine import SimEngine
 from services.sim.members import Member, Members
 from services.sim.orders import Word, WorkerSize
@@ -59,8 +59,6 @@ TASKS = {Leg.PREFILL: Task.PROMPT, Leg.DECODE: Task.ANSWER, Leg.WHOLE: Task.WHOL
 
 
 class SentLeg(NamedTuple):
-    """One leg of the attempt that runs."""
-
     worker: Incarnation
     stream_id: StreamId
     key: TransferKey
@@ -88,8 +86,6 @@ class CoreAnswer:
 
 
 class CoreMesh(Members):
-    """One gateway and its workers."""
-
     def __init__(
         self,
         spec: ModelSpec,
@@ -107,7 +103,7 @@ class CoreMesh(Members):
         """size: of every worker. max_running, max_waiting, max_wait_s: of the gateway. wire_s: how
         long a message is under way. skips: see ``CoreWorker``."""
         super().__init__(spec, layout, new_engine, size, policy=policy, wire_s=wire_s, skips=skips)
-        self._chance = CountedChances(7)
+        self._chances = counted_chances(7)
         self.overload = Overload(OverloadMode.OFF)
         self._admission = Admission(
             max_running=max_running,
@@ -117,7 +113,7 @@ class CoreMesh(Members):
             sides=lambda: self.table.sides,
         )
         self._max_wait_s, self._tick_at = max_wait_s, math.inf
-        self._random_bytes = CountedBytes(99)
+        self._random_bytes = counted_bytes(99)
         self._stream_ids = itertools.count(1)
         self.on_end: Callable[[CoreAnswer], None] = lambda answer: None
         self._answers: dict[RequestId, CoreAnswer] = {}
@@ -230,7 +226,7 @@ class CoreMesh(Members):
         if answer.search is None:
             return
         now = self.clock.now
-        decision, wanted = self.router.route(answer.search.request, now, self._chance())
+        decision, wanted = self.router.route(answer.search.request, now, next(self._chances))
         for pair in wanted:
             self._want(pair)
         if decision is not None:

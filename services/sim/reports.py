@@ -4,44 +4,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 from services.gateway.core.index.prefixes import PrefixReports
 from services.gateway.core.worker import Role, WorkerStatus
-from services.sim.clock import EventClock
 from services.sim.worker import CoreWorker
 from shared.home import Home
 from shared.ids import Incarnation, StreamId
 from shared.kv.journal import KvChanges
-from shared.worker_status import GATHER_S, REPORT_S
-
-
-class Pace(NamedTuple):
-    """How often a worker reports. report_s: if there is nothing new; news within gather_s, or as
-    long as the gateway asks for, make one report."""
-
-    report_s: float = REPORT_S
-    gather_s: float = GATHER_S
 
 
 class Reporter:
-    """One worker's reports to the gateway; read: what arrives, after a message's way."""
+    """One worker's reports to the gateway. read: what arrives, after a message's way. report_s: how
+    often, if there is nothing new; news within gather_s make one report."""
 
     def __init__(
         self,
         core: CoreWorker,
-        clock: EventClock,
         status: Callable[[], WorkerStatus],
         read: Callable[[WorkerStatus, KvChanges | None], None],
-        pace: Pace,
+        report_s: float,
+        gather_s: float,
     ) -> None:
-        self._pace = pace
-        self.gather_s = pace.gather_s
+        self._report_s = report_s
+        self.gather_s = gather_s
         self._core = core
-        self._clock = clock
+        self._clock = core.clock
         self._status = status
         self._read = read
-        self._reported_at = clock.now
+        self._reported_at = core.clock.now
         self._number = 0
         self._news_at = math.inf
         self._kv_interval_s = self._kv_due_at = 0.0
@@ -54,7 +44,7 @@ class Reporter:
             self._news_at = changed_at
             self._report_at(
                 # Never later than it would come without news.
-                min(changed_at + self.gather_s, self._reported_at + self._pace.report_s)
+                min(changed_at + self.gather_s, self._reported_at + self._report_s)
             )
 
     def asked(self, reports: PrefixReports) -> None:
@@ -85,7 +75,7 @@ class Reporter:
         if self._core.step_ends_at > 0.0:
             self.changed()
         else:
-            self._report_at(self._reported_at + self._pace.report_s)
+            self._report_at(self._reported_at + self._report_s)
 
     def _changes(self) -> KvChanges | None:
         """Load goes out at once, what is cached when it is due."""
@@ -129,6 +119,6 @@ def status_of(
         prompt_steps=prompt_steps,
         answer_steps=answer_steps,
         speeds=core.ends.speeds,
-        egress_bytes=core.ends.pending_bytes,
+        egress_bytes=core.ends.senders.pending_bytes,
         seen=dict(seen),
     )

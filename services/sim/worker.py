@@ -13,6 +13,7 @@ import math
 from array import array
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from services.sim.clock import EventClock
@@ -116,7 +117,7 @@ class CoreWorker:
         self._num_layers = layout.num_layers
         self._tell = tell
         self._skips = skips and engine.times is not None
-        self._jobs_of: dict[Sequence, SimJob] = {}
+        self.jobs_of: dict[Sequence, SimJob] = {}
         self._stepping: tuple[StepPlan, float] | None = None
         self._run: EqualSteps | None = None
         self._run_ends = array("d")
@@ -145,7 +146,7 @@ class CoreWorker:
                 self._arm(self.leases.next_tick_at)
             return
         job.sequence = Sequence(order.item)
-        self._jobs_of[job.sequence] = job
+        self.jobs_of[job.sequence] = job
         if task is Task.WHOLE:
             self.scheduler.add(job.sequence)
         else:
@@ -165,9 +166,6 @@ class CoreWorker:
         self.num_prompts += times * (task is Task.PROMPT)
         self.num_answers += times * (task in (Task.ANSWER, Task.WHOLE))
 
-    def job_of(self, sequence: Sequence) -> SimJob:
-        return self._jobs_of[sequence]
-
     def find_taker(self, key: TransferKey) -> SimJob | None:
         """Return who takes the KV of this transfer."""
         return self.jobs.get((key, Task.ANSWER))
@@ -182,7 +180,6 @@ class CoreWorker:
         return sequence.block_table
 
     def handle(self, job: SimJob, event: LifeEvent, error: MeshError | None = None) -> None:
-        """Something has happened to an order."""
         self.catch_up()
         key = job.order.key
         for effect in job.life.handle(event, error):
@@ -216,7 +213,7 @@ class CoreWorker:
         if task is Task.PREFIX:
             self.ends.fetch_ended(job.order.key)
         if job.sequence is not None:
-            del self._jobs_of[job.sequence]
+            del self.jobs_of[job.sequence]
             if task is Task.PROMPT:
                 self.scheduler.release(job.sequence)
         self.ends.leave_prefix(job)
@@ -281,13 +278,13 @@ class CoreWorker:
         # Before anything follows from it: blocks that come free begin no second one.
         self._stepping = None if plan.is_empty else (plan, self.clock.now)
         for sequence in plan.admitted:
-            job = self._jobs_of[sequence]
+            job = self.jobs_of[sequence]
             # A preempted one is admitted again, and has begun before.
             if job.life.state is LifeState.QUEUED:
                 job.started_at = self.clock.now
                 self.handle(job, LifeEvent.ADMITTED)
         for failure in plan.failed:
-            self.handle(self._jobs_of[failure.sequence], LifeEvent.FAILED, failure.error)
+            self.handle(self.jobs_of[failure.sequence], LifeEvent.FAILED, failure.error)
         if plan.is_empty:
             if self._stepping is None and self._run is None:  # else who failed made room
                 self.leases.rests(now=self.clock.now)
@@ -317,7 +314,7 @@ class CoreWorker:
         self.step()
 
     def _sampled(self, token: NewToken) -> None:
-        if (job := self._jobs_of.get(token.sequence)) is None:
+        if (job := self.jobs_of.get(token.sequence)) is None:
             return  # cancelled in a later stage
         is_first = job.life.state is LifeState.COMPUTING
         if is_first:
@@ -352,11 +349,14 @@ class CoreWorker:
         rows, context, num_told = len(running), 0, len(self._run_ends)
         for sequence in running:
             context += len(sequence.tokens)
-            job = self._jobs_of[sequence]
+            job = self.jobs_of[sequence]
             if job.told_until < 0:
                 job.told_until = num_told
                 self._untold.append(job)
-        run = self._run = EqualSteps.from_now(self.clock.now, num_steps, rows, context, times)
+        now = self.clock.now
+        # Each row reads one token more in the next step.
+        takes = (times.step_s(0, 0, rows, context + step * rows) for step in range(num_steps))
+        run = self._run = EqualSteps(list(accumulate(takes, initial=now))[1:], now, rows)
         at = run.ends[-1]
         self.clock.at(at, lambda: self._end_run(run, at))
         self.on_change()
@@ -414,7 +414,7 @@ class CoreWorker:
         self.work.note(times[-1] - run.began_at, held, num_steps)
         run.began_at = times[-1]
         del run.ends[:num_steps]
-        jobs = [self._jobs_of[sequence] for sequence in ended]
+        jobs = [self.jobs_of[sequence] for sequence in ended]
         # All of them first: the end of one begins a step, which tells those that are still here.
         for job in jobs:
             self._untold.remove(job)
@@ -481,10 +481,9 @@ class CoreWorker:
         self.pool.check_integrity(tables)
 
     def join(self, job: SimJob, first_token: int) -> None:
-        """All KV of an answer is here."""
         self.catch_up()
         job.sequence = self.leases.join(job.its_lease, first_token)
-        self._jobs_of[job.sequence] = job
+        self.jobs_of[job.sequence] = job
         self.handle(job, LifeEvent.BEGUN)
         self.scheduler.add_ready(job.sequence)
         self._say(job, "joined")

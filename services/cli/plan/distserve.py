@@ -121,7 +121,9 @@ def distserve(
         )
         for (name, most), num in zip(against.items(), DECIMALS, strict=True):
             console.print(f"  largest difference of {name}: {most:.{num}f}")
-    console.print(f"{fidelity}: {sim.num_steps} steps in {sim.num_events} events, {took_s:.2f} s")
+    console.print(
+        f"{fidelity}: {sim.num_steps} steps in {sim.clock.num_events} events, {took_s:.2f} s"
+    )
     if out is not None:
         print(f"written to {out}", file=sys.stderr)
 

@@ -18,13 +18,14 @@ adds up the steps during which nobody comes, goes or is left out, in O(1) each.
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, Literal, NamedTuple
 
 from services.sim.baselines.distserve_times import Coefficients, Degree, first_stage_ms
+from services.sim.clock import EventClock
 
 DECODE_CAP_TOKENS: Final = 50_000
 """Most sum(context + 1) of one decode batch: fixed in their worker, whatever the capacity."""
@@ -37,8 +38,6 @@ Fidelity = Literal["exact", "runs"]
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request of a workload."""
-
     at_ms: float
     prompt_len: int
     output_len: int
@@ -124,12 +123,8 @@ class _Stage:
         return batch
 
 
-_Event = Callable[[_Stage, _Batch], None]
-"""What happens to a stage, with the batch that it had."""
-
-
 class DistServeSim:
-    """One system under its own clock, in milliseconds."""
+    """One system under a clock of its own, in milliseconds."""
 
     def __init__(
         self,
@@ -141,13 +136,9 @@ class DistServeSim:
     ) -> None:
         """is_split: prefill and decode on instances of their own; else (vLLM) ``prefill`` says
         what the instances are, and ``decode`` is the same."""
-        self.now = 0.0
-        self.num_events = self.num_steps = 0
+        self.clock = EventClock()
+        self.num_steps = 0
         self._fidelity = fidelity
-        self._heap: list[tuple[float, int, _Stage, _Event, _Batch]] = []
-        self._order = 0
-        self._arrivals: list[_Job] = []
-        self._next_arrival = 0
         self._decode_head = _ring(prefill, decode, decode.degree.pp, None)
         hand_over = self._to_decode if is_split else None
         self._head = _ring(prefill, decode, prefill.degree.pp, hand_over)
@@ -162,36 +153,28 @@ class DistServeSim:
         on_progress is told now and then how many have arrived. No request may be larger than a
         batch: its capacity and DECODE_CAP_TOKENS bound it (theirs would never end).
         """
-        jobs = self._arrivals = [_Job(arrival) for arrival in workload]
-        while True:
-            if self._next_arrival < len(jobs) and (
-                not self._heap or workload[self._next_arrival].at_ms <= self._heap[0][0]
-            ):
-                self._arrive(jobs[self._next_arrival])
-                self._next_arrival += 1
-                if self._next_arrival % 256 == 0:
-                    on_progress(self._next_arrival)
-            elif self._heap:
-                self.now, _, stage, happen, batch = heapq.heappop(self._heap)
-                self.num_events += 1
-                happen(stage, batch)
-                self._go_on(stage)
-            else:
-                return [_latency(job) for job in jobs]
+        jobs = [_Job(arrival) for arrival in workload]
+
+        def arrive(number: int, job: _Job) -> None:
+            self._head.prompts.append(job)
+            self._wake(self._head)
+            if number % 256 == 0:
+                on_progress(number)
+
+        for number, job in enumerate(jobs, 1):
+            self.clock.arrive(job.arrival.at_ms, partial(arrive, number, job))
+        self.clock.run_out()
+        return [_latency(job) for job in jobs]
 
     # What happens.
-
-    def _arrive(self, job: _Job) -> None:
-        self.now = job.arrival.at_ms
-        self._head.prompts.append(job)
-        self._wake(self._head)
 
     def _to_decode(self, job: _Job) -> None:
         self._decode_head.queue_decode(job)
         self._wake(self._decode_head)
 
-    def _woken(self, stage: _Stage, batch: _Batch) -> None:
+    def _woken(self, stage: _Stage) -> None:
         stage.is_woken = False
+        self._go_on(stage)
 
     def _go_on(self, stage: _Stage) -> None:
         stage.is_idle = not stage.has_work
@@ -207,9 +190,9 @@ class DistServeSim:
         if not stage.is_last:
             stage.next.batches.append(batch)
             self._wake(stage.next)
-            return
+            batch = ()
         for job in batch:
-            job.first_ms = job.end_ms = self.now
+            job.first_ms = job.end_ms = self.clock.now
             if not job.left:
                 continue
             if stage.hand_over is not None:
@@ -217,6 +200,7 @@ class DistServeSim:
             else:
                 stage.next.queue_decode(job)
                 self._wake(stage.next)
+        self._go_on(stage)
 
     def _decoded(self, stage: _Stage, batch: _Batch) -> None:
         for job in batch:
@@ -224,22 +208,19 @@ class DistServeSim:
                 job.context += 1
                 job.left -= 1
                 if not job.left:
-                    job.end_ms = self.now
+                    job.end_ms = self.clock.now
                     continue
             stage.next.queue_decode(job)
         if stage.next.decodes:
             self._wake(stage.next)
+        self._go_on(stage)
 
     # What begins.
 
     def _wake(self, stage: _Stage) -> None:
         if stage.is_idle and not stage.is_woken:
             stage.is_woken = True
-            self._push(self.now, stage, self._woken, ())
-
-    def _push(self, at: float, stage: _Stage, happen: _Event, batch: _Batch) -> None:
-        heapq.heappush(self._heap, (at, self._order, stage, happen, batch))
-        self._order += 1
+            self.clock.after(0.0, partial(self._woken, stage))
 
     def _begin_prefill(self, stage: _Stage) -> None:
         batch = stage.take_prompts()
@@ -252,12 +233,12 @@ class DistServeSim:
         if stage.is_first:
             took += first_stage_ms(num_tokens)
         self.num_steps += 1
-        self._push(self.now + took, stage, self._prefilled, batch)
+        self.clock.after(took, partial(self._prefilled, stage, batch))
 
     def _begin_decode(self, stage: _Stage) -> None:
         batch = stage.take_decodes()
         num_tokens = sum(job.context for job in batch) + len(batch)
-        start = self.now
+        start = self.clock.now
         if self._fidelity == "runs" and stage.is_first and self._is_alone(stage):
             start, num_rounds = self._run(stage, batch, num_tokens)
             num_tokens += num_rounds * len(batch)
@@ -265,7 +246,8 @@ class DistServeSim:
                 job.context += num_rounds
                 job.left -= num_rounds
         self.num_steps += 1
-        self._push(start + _decode_ms(stage, len(batch), num_tokens), stage, self._decoded, batch)
+        ends_at = start + _decode_ms(stage, len(batch), num_tokens)
+        self.clock.at(ends_at, partial(self._decoded, stage, batch))
 
     def _is_alone(self, head: _Stage) -> bool:
         """Whether the batch that this stage has just taken is all that its ring holds."""
@@ -279,13 +261,10 @@ class DistServeSim:
         Returns when the last round begins, and how many end before it.
         """
         num = len(batch)
-        until = self._heap[0][0] if self._heap else float("inf")
-        if self._next_arrival < len(self._arrivals):
-            until = min(until, self._arrivals[self._next_arrival].arrival.at_ms)
         # The round in which an answer ends is an event: who goes on is decided at its end.
         most = min(job.left for job in batch) - 1
         most = min(most, (DECODE_CAP_TOKENS - num_tokens) // num)
-        start, num_rounds = self.now, 0
+        start, num_rounds, until = self.clock.now, 0, self.clock.next_at
         while num_rounds < most:
             end = start
             for stage in head.ring:

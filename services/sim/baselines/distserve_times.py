@@ -56,7 +56,6 @@ class Degree:
 
     @property
     def num_devices(self) -> int:
-        """GPUs of one instance."""
         return self.tp * self.pp
 
     def __str__(self) -> str:

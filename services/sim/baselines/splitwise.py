@@ -7,13 +7,14 @@ when it is idle. If nothing is left, both tasks run on the machine with the shor
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import partial
+from typing import Final
 
 from services.sim.baselines.splitwise_machine import SplitwiseMachine, SplitwiseRequest
 from services.sim.baselines.splitwise_times import MachineTimes
+from services.sim.clock import EventClock
 
 MAX_PENDING_TOKENS: Final = 8192
 
@@ -37,33 +38,23 @@ BLOOM_176B: Final = HostedModel(329e9, 2 * 70 * 14336 * 2)
 
 SERVER_MEMORY: Final = 640e9
 
-_Event = Callable[[float, Any], None]
-"""What happens then, and to whom."""
-
 
 class SplitwiseSim:
-    """A cluster under its own clock, in seconds."""
+    """A cluster under a clock of its own, in seconds."""
 
     def __init__(
         self, machines: Sequence[SplitwiseMachine], *, bandwidth: float = LINK_BANDWIDTH
     ) -> None:
         self.machines = machines
         self._bandwidth = bandwidth
-        self._heap: list[tuple[float, int, _Event, SplitwiseMachine | SplitwiseRequest]] = []
-        self._order = 0
+        self._clock = EventClock()
         self._pair: dict[int, tuple[SplitwiseMachine, SplitwiseMachine]] = {}
 
     def run(self, requests: Iterable[SplitwiseRequest]) -> None:
         """Serve requests, in order of arrival; what each felt is written into it."""
         for request in requests:
-            self._push(request.at, self._route, request)
-        while self._heap:
-            now, _, happen, whom = heapq.heappop(self._heap)
-            happen(now, whom)
-
-    def _push(self, at: float, happen: _Event, whom: SplitwiseMachine | SplitwiseRequest) -> None:
-        heapq.heappush(self._heap, (at, self._order, happen, whom))
-        self._order += 1
+            self._clock.at(request.at, partial(self._route, request))
+        self._clock.run_out()
 
     # Routing.
 
@@ -103,7 +94,7 @@ class SplitwiseSim:
         # The + 1 is token 1, which their prompt task holds.
         return machine.kv(request.prompt_len + 1) + machine.kv(request.num_decodes)
 
-    def _route(self, now: float, request: SplitwiseRequest) -> None:
+    def _route(self, request: SplitwiseRequest) -> None:
         prompt, token = self._pair[request.idx] = self.choose(request)
         prompt.pending += request.prompt_len
         token.pending += 1
@@ -111,11 +102,11 @@ class SplitwiseSim:
         if prompt is not token:
             prompt.reserved += prompt.kv(request.prompt_len + 1)
         prompt.prompts.append(request)
-        self._start(now, prompt)
+        self._start(prompt)
 
     # What machines do.
 
-    def _start(self, now: float, machine: SplitwiseMachine) -> None:
+    def _start(self, machine: SplitwiseMachine) -> None:
         if machine.busy is not None:
             return
         prompts, decodes = machine.select()
@@ -126,9 +117,9 @@ class SplitwiseSim:
         machine.busy = prompts, decodes
         num_tokens = sum(one.prompt_len for one in prompts)
         took = machine.times.iteration_s(num_tokens, len(decodes))
-        self._push(now + took, self._iterated, machine)
+        self._clock.after(took, partial(self._iterated, machine))
 
-    def _iterated(self, now: float, machine: SplitwiseMachine) -> None:
+    def _iterated(self, machine: SplitwiseMachine) -> None:
         assert machine.busy is not None
         prompts, decodes = machine.busy
         machine.busy = None
@@ -137,37 +128,37 @@ class SplitwiseSim:
             one.num_generated += 1
             if one.num_generated == one.output_len:
                 has_ended = True
-                self._finish(now, one, machine)
+                self._finish(one, machine)
         if has_ended:
             machine.running = [one for one in machine.running if one.end_at < 0]
         for one in prompts:
-            one.first_at = now
+            one.first_at = self._clock.now
             one.num_generated = 1
             machine.pending -= one.prompt_len
             _, token = self._pair[one.idx]
             if one.output_len == 1:
-                self._finish(now, one, machine)
+                self._finish(one, machine)
             elif token is machine:
                 machine.waiting.append(one)
             else:
                 size = machine.kv(one.prompt_len + 1)
                 # While it moves both ends hold it.
                 token.used += size
-                self._push(now + size / self._bandwidth, self._moved, one)
-        self._start(now, machine)
+                self._clock.after(size / self._bandwidth, partial(self._moved, one))
+        self._start(machine)
 
-    def _moved(self, now: float, request: SplitwiseRequest) -> None:
+    def _moved(self, request: SplitwiseRequest) -> None:
         prompt, token = self._pair[request.idx]
         size = prompt.kv(request.prompt_len + 1)
         prompt.used -= size
         prompt.reserved -= size
         token.waiting.append(request)
-        self._start(now, token)
+        self._start(token)
         # What has gone may be the room that its next prompt lacks.
-        self._start(now, prompt)
+        self._start(prompt)
 
-    def _finish(self, now: float, request: SplitwiseRequest, machine: SplitwiseMachine) -> None:
-        request.end_at = now
+    def _finish(self, request: SplitwiseRequest, machine: SplitwiseMachine) -> None:
+        request.end_at = self._clock.now
         prompt, token = self._pair[request.idx]
         token.pending -= 1
         token.reserved -= self._need(token, request)
