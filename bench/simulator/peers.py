@@ -83,7 +83,7 @@ def load_of(num_requests: int) -> dict[str, Any]:
     """Return what every simulator gets: workers, and of each request arrival, prompt, answer."""
     shape = read_mesh(MESH)
     flags = SimFlags(rate=RATE, num_requests=num_requests)
-    asks = flags.asks([part.unit for part in shape.parts])
+    asks = flags.workload_of([part.unit for part in shape.parts]).asks
     return {
         "prefill": shape.num_of("P"),
         "decode": shape.num_of("D"),

@@ -17,7 +17,6 @@ from services.sim.clock import WIRE_S
 from services.sim.engine import TimedEngine
 from services.sim.mesh import CoreMesh
 from services.sim.open_loop import (
-    RunVerdict,
     SimAnswer,
     SimRequest,
     run_open_loop,
@@ -73,37 +72,33 @@ class MeshSetting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshRun:
-    """What a run says. attained: share of all requests; of a run that ended early, as its verdict
-    was known, None. goodput: attained requests/s for each worker."""
+    """What a run says. attained: share of all requests. attains: whether that is the target."""
 
     shape: MeshShape
     rate: float
     num_requests: int
     attains: bool
-    attained: float | None
+    attained: float
     answers: Sequence[SimAnswer]
-    felt: Felt | None
+    felt: Felt
     num_events: int
     took_s: float
 
     @property
     def goodput(self) -> float:
-        """Requests/s within the limits, for each worker; 0 of a run that ended early."""
-        return (self.attained or 0.0) * self.rate / self.shape.num_workers
+        """Requests/s within the limits, for each worker."""
+        return self.attained * self.rate / self.shape.num_workers
 
     @property
     def errors(self) -> dict[str, int]:
-        """Types of errors, and how many."""
         return dict(Counter(answer.error for answer in self.answers if answer.error))
 
     @property
     def num_retried(self) -> int:
-        """Requests that took more than one attempt."""
         return sum(answer.num_attempts > 1 for answer in self.answers)
 
     @property
     def is_served(self) -> bool:
-        """Whether anybody got an answer."""
         return any(answer.is_complete for answer in self.answers)
 
 
@@ -114,35 +109,27 @@ def run_mesh(
     rate: float,
     *,
     on_progress: Callable[[int], None] = lambda num_ended: None,
-    is_verdict_enough: bool = False,
 ) -> MeshRun:
-    """Simulate one mesh. is_verdict_enough: stop when it is known whether the target is attained.
+    """Simulate one mesh.
 
     Raises InvalidRequest: the time model does not know one of the workers, or a request fits into
     none.
     """
     began = time.perf_counter()
     mesh, parts = _mesh(setting, shape)
-    verdict = (
-        RunVerdict(setting.slo, setting.target, len(requests))
-        if is_verdict_enough and requests
-        else None
-    )
     slo, is_told = setting.slo, setting.overload != "off"
     terms = Terms(ttft_s=slo.ttft_s, tpot_s=slo.tpot_s) if is_told else Terms()
-    answers = run_open_loop(mesh, requests, on_progress, verdict, terms)
-    is_early = verdict is not None and verdict.attains is not None
-    attained = None if is_early else attainment(answers, setting.slo)
-    attains = bool(verdict.attains) if is_early and verdict else (attained or 0) >= setting.target
+    answers = run_open_loop(mesh, requests, on_progress, terms)
+    attained = attainment(answers, setting.slo)
     span_s = max((one.token_times[-1] for one in answers if one.token_times), default=0.0)
     return MeshRun(
         shape=shape,
         rate=rate,
         num_requests=len(requests),
-        attains=attains,
+        attains=attained >= setting.target,
         attained=attained,
         answers=answers,
-        felt=None if is_early else _felt(answers, parts, setting, span_s),
+        felt=_felt(answers, parts, setting, span_s),
         num_events=mesh.clock.num_events,
         took_s=time.perf_counter() - began,
     )

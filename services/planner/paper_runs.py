@@ -26,6 +26,7 @@ from services.sim.baselines.iterations import (
 from services.sim.baselines.mooncake import (
     CHOICES,
     REJECTIONS,
+    Choice,
     ClusterTimes,
     OverloadOutcome,
     PrefillPool,
@@ -255,30 +256,18 @@ def mooncake_times() -> ClusterTimes:
 
 def pool_ttft(requests: Sequence[PrefixRequest]) -> dict[str, float]:
     """Return the mean TTFT of a trace under each way to choose a prefill node."""
-    times = mooncake_times()
-    return {
-        choice: mean_ttft(
-            requests,
-            PrefillPool(MOONCAKE_NODES, MOONCAKE_BLOCKS, times, choice, random.Random(0).randrange),
-        )
-        for choice in CHOICES
-    }
+    return {choice: mean_ttft(requests, _pool(choice)) for choice in CHOICES}
 
 
 def rejections(requests: Sequence[PrefixRequest]) -> dict[str, OverloadOutcome]:
     """Return what each rule of rejection does with a trace on 8 prefill and 2 decode nodes."""
     times = mooncake_times()
-    return {
-        rule: overload(
-            requests,
-            PrefillPool(
-                MOONCAKE_NODES, MOONCAKE_BLOCKS, times, "global", random.Random(0).randrange
-            ),
-            times,
-            rule,
-        )
-        for rule in REJECTIONS
-    }
+    return {rule: overload(requests, _pool("global"), times, rule) for rule in REJECTIONS}
+
+
+def _pool(choice: Choice) -> PrefillPool:
+    pick = random.Random(0).randrange
+    return PrefillPool(MOONCAKE_NODES, MOONCAKE_BLOCKS, mooncake_times(), choice, pick)
 
 
 def mooncake_scheduling_tables(requests: Sequence[PrefixRequest]) -> list[PaperTable]:

@@ -13,16 +13,7 @@ from services.sim.baselines.splitwise_times import MachineTimes, MeasuredRun
 
 def read_perf_model(folder: Path) -> list[MeasuredRun]:
     """Return the measured runs that Splitwise publishes. Raises DataError."""
-    return read_runs(first_of(folder, "splitwise_sim_perf_model.csv", "perf_model.csv"))
-
-
-def read_azure(folder: Path, workload: str) -> list[tuple[int, int]]:
-    """Return the lengths of Azure's trace of 2023: code or conv. Raises DataError."""
-    return read_azure_lengths(first_of(folder, f"AzureLLMInferenceTrace_{workload}_2023.csv"))
-
-
-def read_runs(path: Path) -> list[MeasuredRun]:
-    """Return the lines of perf_model.csv. Raises DataError."""
+    path = first_of(folder, "splitwise_sim_perf_model.csv", "perf_model.csv")
     columns = (
         "model", "hardware", "prompt_size", "batch_size", "prompt_time", "token_time",
         "tensor_parallel",
@@ -61,8 +52,9 @@ def machine_times(runs: Sequence[MeasuredRun], model: str, hardware: str) -> Mac
     return MachineTimes(runs_of(runs, model, hardware), source)
 
 
-def read_azure_lengths(path: Path) -> list[tuple[int, int]]:
-    """Return prompt and output lengths of an Azure trace. Raises DataError."""
+def read_azure(folder: Path, workload: str) -> list[tuple[int, int]]:
+    """Return prompt and output lengths of Azure's trace of 2023: code or conv. Raises DataError."""
+    path = first_of(folder, f"AzureLLMInferenceTrace_{workload}_2023.csv")
     lengths = [
         (
             count(f"{path}:{line}", row, "ContextTokens"),

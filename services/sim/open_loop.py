@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from services.gateway.core.admission.tenants import Terms
@@ -14,7 +14,7 @@ from shared.errors import InvariantViolated
 from shared.kv.layout import KvLayout
 from shared.model_spec import ModelSpec
 from shared.schedule.plan import PromptTimes
-from shared.telemetry.definitions import RequestOutcome, Slo
+from shared.telemetry.definitions import RequestOutcome
 
 PATIENCE_S: Final = 3600.0
 """How long a mesh may have requests and compute nothing, until they count as lost."""
@@ -65,52 +65,13 @@ class SimAnswer(RequestOutcome):
     prompt: PromptTimes | None
 
 
-@dataclass(slots=True)
-class RunVerdict:
-    """Whether so large a share of requests keeps the limits, known as soon as it cannot come out
-    otherwise. attains: None = not yet."""
-
-    slo: Slo
-    target: float
-    num_requests: int
-    num_kept: int = 0
-    num_missed: int = 0
-    attains: bool | None = None
-    _missed: set[int] = field(default_factory=set[int])
-
-    def first_is_due(self, answer: CoreAnswer) -> None:
-        """The limit of its first token is over."""
-        if not answer.token_times and not answer.is_over:
-            self._missed.add(id(answer))
-            self._count(kept=False)
-
-    def ended(self, answer: CoreAnswer) -> None:
-        if id(answer) in self._missed:
-            self._missed.remove(id(answer))  # another answer may get its number
-            return
-        is_whole = answer.error is None
-        outcome = RequestOutcome(answer.asked_at, answer.token_times, is_whole)
-        self._count(kept=outcome.meets(self.slo))
-
-    def _count(self, *, kept: bool) -> None:
-        self.num_kept += kept
-        self.num_missed += not kept
-        # As shares, like the whole run's: (1 - 0.9) x 100 requests is a float's width below 10.
-        if self.num_kept / self.num_requests >= self.target:
-            self.attains = True
-        elif (self.num_requests - self.num_missed) / self.num_requests < self.target:
-            self.attains = False
-
-
 def run_open_loop(
     mesh: CoreMesh,
     requests: Sequence[SimRequest],
     on_progress: Callable[[int], None] = lambda num_ended: None,
-    verdict: RunVerdict | None = None,
     terms: Terms = ANY,
 ) -> list[SimAnswer]:
-    """Ask at the times given, whatever comes back, until all has come back, or until the verdict
-    that is asked for is known: then answers that are under way are not complete. terms: of each.
+    """Ask at the times given, whatever comes back, until all has come back. terms: of each.
 
     Raises InvariantViolated: a request was lost, or a worker holds something at the end.
     """
@@ -121,8 +82,6 @@ def run_open_loop(
 
     def ended(answer: CoreAnswer) -> None:
         nonlocal num_ended
-        if verdict is not None:
-            verdict.ended(answer)
         idx, num_output = under_way.pop(answer)
         felt[idx] = _felt(answer, num_output, start)
         num_ended += 1
@@ -137,10 +96,6 @@ def run_open_loop(
         )
         under_way[answer] = idx, request.num_output
         mesh.admit(answer, terms)
-        if verdict is not None:
-            # A float's width later, so that a token at the limit is in time.
-            due_at = math.nextafter(mesh.clock.now + verdict.slo.ttft_s, math.inf)
-            mesh.clock.at(due_at, lambda judge=verdict: judge.first_is_due(answer))
 
     def wait_for(idx: int) -> None:
         if idx < len(requests):
@@ -167,16 +122,11 @@ def run_open_loop(
         num_looks += 1
         if num_looks % 4096 == 0:
             look()
-        if verdict is not None and verdict.attains is not None:
-            return True
         return num_ended == len(requests)
 
     mesh.run(is_over, math.inf)
-    if num_ended == len(requests):
-        mesh.run(lambda: mesh.is_idle, PATIENCE_S)
-        mesh.check()
-    for answer, (idx, num_output) in under_way.items():
-        felt[idx] = _felt(answer, num_output, start)
+    mesh.run(lambda: mesh.is_idle, PATIENCE_S)
+    mesh.check()
     return [answer for answer in felt if answer is not None]
 
 
@@ -185,7 +135,7 @@ def _felt(answer: CoreAnswer, num_output: int, start: float) -> SimAnswer:
     return SimAnswer(
         answer.asked_at - start,
         answer.token_times.count_from(start),
-        answer.is_over and answer.error is None and has_all,
+        answer.error is None and has_all,
         error="" if answer.error is None else answer.error.code or answer.error.type,
         num_attempts=answer.life.num_attempts,
         sent_at=answer.sent_at - start,

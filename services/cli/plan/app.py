@@ -16,7 +16,7 @@ from services.cli.plan.distserve import distserve
 from services.cli.plan.fleet import fleet
 from services.cli.plan.kv import kv
 from services.cli.plan.mooncake import mooncake
-from services.cli.plan.pd_map import pd_map
+from services.cli.plan.pd_map import map_
 from services.cli.plan.placement import distserve_placement
 from services.cli.plan.simulate import compare, simulate
 from services.cli.plan.splitwise import splitwise
@@ -35,30 +35,14 @@ plan_app: Final = App(
 paper_app: Final = App(
     name="paper",
     help="A paper's figures, ours beside them, what differs and why.",
-    help_epilogue=help_texts.examples("plan paper"),
     config=SOURCES,
     default_parameter=PLAIN,
 )
-PLANS: Final = {
-    "simulate": simulate,
-    "compare": compare,
-    "fleet": fleet,
-    "map": pd_map,
-    "verify": verify,
-    "watch": watch,
-    "kv": kv,
-}
-PAPERS: Final = {
-    "distserve": distserve,
-    "distserve-placement": distserve_placement,
-    "splitwise": splitwise,
-    "mooncake": mooncake,
-    "muxserve": muxserve,
-    "orca": orca,
-    "sarathi": sarathi,
-    "pope": pope,
-    "founding": founding,
-}
+PLANS: Final = (simulate, compare, fleet, map_, verify, watch, kv)
+PAPERS: Final = (
+    *(distserve, distserve_placement, splitwise, mooncake, muxserve),
+    *(orca, sarathi, pope, founding),
+)
 
 
 def _interruptible(command: Callable[..., int | None]) -> Callable[..., int | None]:
@@ -77,6 +61,7 @@ def _interruptible(command: Callable[..., int | None]) -> Callable[..., int | No
 
 plan_app.command(paper_app)
 for app, path, commands in ((plan_app, "plan", PLANS), (paper_app, "plan paper", PAPERS)):
-    for name, command in commands.items():
+    for command in commands:
+        name = command.__name__.rstrip("_").replace("_", "-")
         help_epilogue = help_texts.examples(f"{path} {name}")
         app.command(_interruptible(command), name=name, help_epilogue=help_epilogue)

@@ -5,19 +5,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Annotated, Final
+
+from cyclopts import Parameter
 
 from services.cli.bench.search import RateSearch
 from services.cli.plan.sim_flags import MOST_REQUESTS, SimFlags
 from services.cli.plan.view import progress
 from services.planner.core.fleet import neighbours
-from services.planner.core.limits import Limit, binding_limit
+from services.planner.core.limits import Limit
 from services.planner.core.mesh_text import MeshShape
 from services.planner.mesh_run import MeshRun
 
 TOLERANCE: Final = 0.05
 MOST_RUNS: Final = 12
 """Of a search for the rate that still attains."""
+
+WhatIfFlag = Annotated[
+    bool,
+    Parameter(
+        help="Also find the highest rate of the mesh that is told of, what other rates, lengths "
+        "and times would do, and of one mesh, whether as many workers in other roles do better."
+    ),
+]
 
 VARIANTS: Final = {
     "rate -20 %": ("rate", 0.8),
@@ -48,12 +58,6 @@ class Explained:
     misses: list[str] = field(default_factory=list[str])
     runner_up: tuple[str, float] | None = None
 
-    @classmethod
-    def of(cls, run: MeshRun | None) -> Explained:
-        """Return what the run itself says."""
-        felt = None if run is None else run.felt
-        return cls(limit=None if felt is None else binding_limit(felt))
-
 
 def num_runs(shape: MeshShape, *, has_runner_up: bool = False) -> int:
     """Return how many simulations ``explain`` takes at most."""
@@ -75,18 +79,18 @@ def explain(
     num = num_runs(shape, has_runner_up=has_runner_up)
     with progress(f"what if, of {shape}", num) as one_more:
         for name, changes in (variants | others).items():
-            found.sensitivity[name] = flags.variant(**changes).run(shape).attained or 0.0
+            found.sensitivity[name] = flags.variant(**changes).run(shape).attained
             one_more()
         found.most_rate = goodput(flags, shape, flags.rate, one_more=one_more)
         found.headroom = found.most_rate / flags.rate
-        if (run.attained or 0.0) >= flags.attainment:
+        if run.attains:
             found.misses = [name for name in others if found.sensitivity[name] < flags.attainment]
             if found.headroom < 1:  # more than the bound: no queue is long enough yet
                 found.misses.append("requests without end")
         if has_runner_up:
             requests = flags.requests([part.unit for part in shape.parts])
             for other in neighbours(shape):
-                share = flags.run(other, requests).attained or 0.0
+                share = flags.run(other, requests).attained
                 if found.runner_up is None or share > found.runner_up[1]:
                     found.runner_up = str(other), share
                 one_more()
@@ -96,17 +100,17 @@ def _drawn_otherwise(flags: SimFlags, shape: MeshShape) -> dict[str, dict[str, i
     """Return the same load by other draws and for longer. Of a trace file nothing is drawn, and it
     may hold no more: what would be the same run again tells nothing."""
     units = [part.unit for part in shape.parts]
-    own = flags.asks(units)
+    own = flags.workload_of(units).asks
     seeds = range(flags.seed + 1, flags.seed + NUM_SEEDS + 1)
     others = {
         f"seed {seed}": {"seed": seed}
         for seed in seeds
-        if flags.variant(seed=seed).asks(units) != own
+        if flags.variant(seed=seed).workload_of(units).asks != own
     }
     num = LONGER * flags.num_requests
     if num <= MOST_REQUESTS:
         longer = {"num_requests": num}
-        found = len(flags.variant(**longer).asks(units))
+        found = len(flags.variant(**longer).workload_of(units).asks)
         if found > len(own):
             name = f"{LONGER} x the requests" if found == num else f"all {found} requests"
             others[name] = longer
@@ -131,9 +135,7 @@ def goodput(
     while (rate := search.next_rate()) is not None:
         if rate <= above:
             return 0.0
-        is_good = rate <= bound and (
-            flags.variant(rate=rate).run(shape, is_verdict_enough=True).attains
-        )
+        is_good = rate <= bound and flags.variant(rate=rate).run(shape).attains
         search.add(rate, float(is_good))
         one_more()
     return search.best

@@ -5,14 +5,13 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict, dataclass, field
 from itertools import product
-from pathlib import Path
 from typing import Annotated, Any, Final
 
 from cyclopts import Parameter
 
-from services.cli.plan.explain import MOST_RUNS, Explained, explain, goodput, lines
+from services.cli.plan.explain import MOST_RUNS, Explained, WhatIfFlag, explain, goodput, lines
 from services.cli.plan.sim_flags import SimFlags
-from services.cli.plan.sim_report import begin_report, draw_lines, report_files
+from services.cli.plan.sim_report import OutputFlag, begin_report, draw_lines, report_files
 from services.cli.plan.view import Kept, progress, require_ranges, say_how_long
 from services.cli.sources import QUIET, JsonFlag
 from services.cli.words import plain_console, plain_table, print_json, print_lines
@@ -25,6 +24,7 @@ from services.planner.core.fleet import (
     candidates,
     cheapest,
 )
+from services.planner.core.limits import binding_limit
 from services.planner.core.mesh_text import DEGREES, MeshShape, Unit
 from services.planner.core.roofline import DEVICES
 from services.planner.mesh_run import MeshRun
@@ -158,8 +158,8 @@ def fleet(
     *,
     flags: SimFlags = SimFlags(),  # noqa: B008  (frozen)
     fleet_flags: FleetFlags = FleetFlags(),
-    what_if: bool = True,
-    output: Path | None = None,
+    what_if: WhatIfFlag = True,
+    output: OutputFlag = None,
     as_json: JsonFlag = False,
 ) -> int:
     """Find the cheapest mesh that attains, or the best goodput for a budget of devices, euros or
@@ -167,13 +167,6 @@ def fleet(
 
     Closed forms rule out what cannot attain; the rest is simulated by rising cost until two meshes
     attain. Ctrl-C shows what has been found.
-
-    Parameters
-    ----------
-    what_if
-        Also find the chosen mesh's highest rate, and what other rates, lengths and times would do.
-    output
-        Folder for report.json, requests.csv and report.svg, as of pdmesh bench, and cost.svg.
     """
     flags.check()
     begin_report(output)
@@ -230,7 +223,7 @@ def _search(
         with progress("fleet, by rising cost", possible) as one_more:
 
             def attains(shape: MeshShape) -> bool:
-                run = flags.run(shape, requests, is_verdict_enough=True)
+                run = flags.run(shape, requests)
                 one_more()
                 return run.attains
 
@@ -252,7 +245,7 @@ def _search(
     if shown is not None:
         rate = flags.rate if budget is None else search.goodput_of(shown) or flags.rate
         found.run = flags.variant(rate=rate).run(shown.shape)
-        found.explained = Explained.of(found.run)
+        found.explained = Explained(binding_limit(found.run.felt))
 
 
 def _facts(flags: SimFlags, price: Price, found: _Found, num_offers: int) -> dict[str, Any]:
@@ -305,7 +298,7 @@ def _show(
     if search.chosen is None:
         console.print("nothing was found that attains" + _why_nothing(flags, bounds, found))
         if found.run is not None:
-            console.print(f"{found.run.shape} attains {found.run.attained or 0:.1%}")
+            console.print(f"{found.run.shape} attains {found.run.attained:.1%}")
         print_lines(lines(found.explained, flags))
     else:
         chosen, second = search.chosen, search.runner_up

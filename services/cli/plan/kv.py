@@ -10,7 +10,7 @@ from rich.table import Table
 from services.cli.plan.view import require_ranges
 from services.cli.sources import JsonFlag
 from services.cli.words import plain_console, print_json
-from services.planner.core.fetch import exposed, fetch_pays_from, prefill_flops
+from services.planner.core.fetch import exposed_s, fetch_pays_from, prefill_flops
 from services.planner.core.kv_size import KvShape, link_need, read_link
 from services.planner.core.roofline import DEVICES
 from services.planner.model_kv import kv_shape
@@ -84,7 +84,6 @@ def kv(
         ("computed", _ms(facts["prefill_s"]), f"on {where}"),
         ("fetching pays from", f"{facts['fetch_pays_from'] / 1e9:.2f} GB/s", verdict),
         ("exposed, layer-wise", _ms(facts["exposed_layerwise_s"]), "left after prefill"),
-        ("exposed, serialized", _ms(facts["exposed_serial_s"]), ""),
         (
             "link needs",
             f"{facts['link_needed'] / 1e9:.2f} GB/s",
@@ -102,18 +101,15 @@ def _facts(
 ) -> dict[str, float]:
     num_bytes = shape.token_bytes * tokens
     prefill_s = prefill_flops(shape, tokens) / flops
-    push = exposed(shape, tokens, prefill_s=prefill_s, link=bandwidth)
-    pays_from = fetch_pays_from(shape, tokens, flops)
     return {
         "tokens": tokens,
         "token_bytes": shape.token_bytes,
         "bytes": num_bytes,
         "move_s": num_bytes / bandwidth,
         "prefill_s": prefill_s,
-        "fetch_pays_from": pays_from,
-        "exposed_layerwise_s": push.layerwise_s,
-        "exposed_serial_s": push.serial_s,
-        "link_needed": link_need(rate, num_bytes, prefill_s).needed,
+        "fetch_pays_from": fetch_pays_from(shape, tokens, flops),
+        "exposed_layerwise_s": exposed_s(shape, tokens, prefill_s=prefill_s, link=bandwidth),
+        "link_needed": max(link_need(rate, num_bytes, prefill_s)),
     }
 
 

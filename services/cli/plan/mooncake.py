@@ -12,7 +12,7 @@ from cyclopts import Parameter
 
 from services.cli.plan.view import progress, show_tables
 from services.cli.sources import JsonFlag
-from services.planner.core.cache_replay import POLICIES, Later, Policy, replay
+from services.planner.core.cache_replay import POLICIES, BlockCache, Policy, replay
 from services.planner.core.mooncake import (
     FAST25_CAPACITIES,
     FAST25_HIT_RATES,
@@ -33,7 +33,6 @@ def mooncake(
     replay_file: Annotated[Path | None, Parameter(name="--replay")] = None,
     policy: Policy = "lru",
     blocks: str = "inf",
-    later: Later = "evicted",
     data: Path | None = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -48,11 +47,10 @@ def mooncake(
         JSONL with timestamp, input_length, output_length, hash_ids, as Mooncake publishes it.
     policy
         Which block goes: lru, the one used longest ago; lfu, the one used least since it came in
-        (of equals the one used longest ago); length-aware, like lfu, but of equals by position.
+        (of equals the one used longest ago); length-aware, like lfu, but of equals the latest in
+        its request.
     blocks
         Capacity in blocks of 512 tokens, or inf.
-    later
-        length-aware: blocks late in a request are evicted first, or kept.
     data
         Folder with the public FAST'25 traces (mooncake_fast25_conversation_trace.jsonl,
         mooncake_fast25_synthetic_trace.jsonl): shows scheduling and overload on the first, and
@@ -79,7 +77,7 @@ def mooncake(
             file=sys.stderr,
         )
     with progress(f"{policy}, {blocks} blocks", len(trace)) as on_progress:
-        cache = POLICIES[policy](capacity, later)
+        cache = BlockCache(capacity, policy)
         found = replay((line.blocks for line in trace), cache, on_progress)
     if as_json:
         told = {"policy": policy, "blocks": capacity, "hit_rate": found.hit_rate}
@@ -100,7 +98,7 @@ def _hit_rates(folder: Path) -> PaperTable:
         for policy in POLICIES:
             with progress(f"{name}, {policy}", len(lines)) as on_progress:
                 for idx, capacity in enumerate(FAST25_CAPACITIES):
-                    cache = POLICIES[policy](capacity, "evicted")
+                    cache = BlockCache(capacity, policy)
                     found = replay((line.blocks for line in lines), cache, on_progress)
                     size = f"{capacity:,}" if capacity else "inf"
                     theirs = f"{expected[policy][idx]:.4f}" if policy in expected else ""

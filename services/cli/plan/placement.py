@@ -8,7 +8,7 @@ from typing import Final
 
 from rich.table import Table
 
-from services.cli.plan.times_flags import read_slo
+from services.cli.plan.times_flags import TpotFlag, TtftFlag, read_slo
 from services.cli.plan.view import Kept, progress, require_ranges, say_how_long
 from services.cli.sources import JsonFlag
 from services.cli.words import plain_console, plain_table, print_json, print_lines
@@ -39,8 +39,8 @@ def distserve_placement(
     affinity: Affinity = "low",
     nodes: int = 1,
     gpus: int = 4,
-    slo_ttft: str = "200ms",
-    slo_tpot: str = "100ms",
+    slo_ttft: TtftFlag = "200ms",
+    slo_tpot: TpotFlag = "100ms",
     target: float = 0.9,
     success: Success = "each",
     rate: float = 10.0,
@@ -68,10 +68,6 @@ def distserve_placement(
         How many nodes.
     gpus
         GPUs of one node.
-    slo_ttft
-        Limit of the time to first token.
-    slo_tpot
-        Limit of the mean time of an output token.
     target
         Share of requests that must keep the limits.
     success

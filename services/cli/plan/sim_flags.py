@@ -6,15 +6,15 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, Final, Literal, overload
 
 from cyclopts import Parameter
 
 from services.cli.bench.sources import SHAPES, read_trace
-from services.cli.bench.workload import BLOCK_TOKENS, Ask, Fit, Load, Source, plan
-from services.cli.plan.times_flags import TimesFlags, read_slo
+from services.cli.bench.workload import Ask, Fit, Load, Source, Workload, plan
+from services.cli.plan.times_flags import TimesFlags, TpotFlag, TtftFlag, read_slo
 from services.cli.plan.view import require_ranges
 from services.gateway.core.routing.routing import POLICIES
 from services.gateway.own_policy import load_policy
@@ -94,10 +94,6 @@ class SimFlags:
         Longest wait for a place, for a worker pair, and for blocks on decode.
     link
         What each worker sends with: GB/s are bytes, Gb/s bits. Frames go one after the other.
-    slo_ttft
-        Limit of the time to first token.
-    slo_tpot
-        Limit of the mean time of an output token.
     attainment
         Share of requests that must keep both.
     fidelity
@@ -119,8 +115,8 @@ class SimFlags:
     max_waiting: int = GATEWAY.max_waiting
     max_wait_s: float = GATEWAY.max_wait_s
     link: str = "25GB/s"
-    slo_ttft: str = "1s"
-    slo_tpot: str = "100ms"
+    slo_ttft: TtftFlag = "1s"
+    slo_tpot: TpotFlag = "100ms"
     attainment: float = 0.9
     fidelity: Literal["runs", "exact"] = "runs"
     seed: int = 0
@@ -178,7 +174,7 @@ class SimFlags:
             is_exact=self.fidelity == "exact",
         )
 
-    def asks(self, units: Sequence[Unit]) -> Sequence[Ask]:
+    def workload_of(self, units: Sequence[Unit]) -> Workload:
         """Return the requests, cut to what each of these workers can hold. Raises InvalidRequest:
         the trace is out of order, or holds too few."""
         load = Load(rate=self.rate, num_requests=self.num_requests, seed=self.seed)
@@ -186,26 +182,22 @@ class SimFlags:
         fit = Fit(
             scale=self.scale_lengths, max_total=max(2, least_kv * 7 // 8), is_cut_to_context=True
         )
-        return plan(self._source, load, fit).asks
+        return plan(self._source, load, fit)
 
     def requests(self, units: Sequence[Unit]) -> Sequence[SimRequest]:
         """Return the requests with tokens: equal block ids are equal tokens, the rest is each
         one's own. Raises InvalidRequest."""
-        return _Requests(self.asks(units), max(1, round(BLOCK_TOKENS * self.scale_lengths)))
+        return _Requests(self.workload_of(units))
 
     def lengths(self, units: Sequence[Unit]) -> list[AskedLengths]:
         """Return the lengths of the requests, with what of each prompt came before."""
-        size = max(1, round(BLOCK_TOKENS * self.scale_lengths))
-        seen: set[int] = set()
+        workload, seen = self.workload_of(units), set[int]()
         found: list[AskedLengths] = []
-        for ask in self.asks(units):
-            cached = 0
-            for block_id in ask.block_ids:
-                if block_id not in seen:
-                    break
-                cached += size
+        for ask in workload.asks:
+            cached = sum(1 for _ in takewhile(seen.__contains__, ask.block_ids))
             seen.update(ask.block_ids)
-            found.append(AskedLengths(ask.num_input, ask.num_output, min(cached, ask.num_input)))
+            num_cached = min(cached * workload.block_tokens, ask.num_input)
+            found.append(AskedLengths(ask.num_input, ask.num_output, num_cached))
         return found
 
     @cached_property
@@ -258,19 +250,11 @@ class SimFlags:
         requests: Sequence[SimRequest] | None = None,
         *,
         on_progress: Callable[[int], None] = lambda num_ended: None,
-        is_verdict_enough: bool = False,
     ) -> MeshRun:
         """Simulate one mesh. requests: None = the flags'."""
         if requests is None:
             requests = self.requests([part.unit for part in shape.parts])
-        return run_mesh(
-            self.setting,
-            shape,
-            requests,
-            self.rate,
-            on_progress=on_progress,
-            is_verdict_enough=is_verdict_enough,
-        )
+        return run_mesh(self.setting, shape, requests, self.rate, on_progress=on_progress)
 
     def trial_s(self, shape: MeshShape, requests: Sequence[SimRequest]) -> float:
         """Return how long a run of all requests will take here, from one of a few."""
@@ -292,7 +276,6 @@ class SimFlags:
         return list(dict.fromkeys(word for words in found for word in words))
 
     def sources(self, shape: MeshShape) -> list[str]:
-        """Return where times come from."""
         found = [self.times.unit(part.unit).times.source for part in shape.parts]
         return list(dict.fromkeys(found))
 
@@ -303,7 +286,6 @@ class SimFlags:
 
     def facts(self, run: MeshRun) -> dict[str, Any]:
         """Return a run for programs; nothing in it depends on this machine."""
-        limit = None if run.felt is None else binding_limit(run.felt)
         return {
             "mesh": str(run.shape),
             "workload": self.workload,
@@ -316,7 +298,7 @@ class SimFlags:
             "attainment": run.attained,
             "goodput_per_worker": run.goodput,
             "latency_s": latencies(run.answers),
-            "limit": None if limit is None else asdict(limit),
+            "limit": asdict(binding_limit(run.felt)),
             "errors": run.errors,
             "num_retried": run.num_retried,
             "warnings": self.warnings(run.shape),
@@ -326,11 +308,11 @@ class SimFlags:
 class _Requests(Sequence[SimRequest]):
     """Requests whose tokens are made when they are asked for: a million prompts are 8 GB."""
 
-    def __init__(self, asks: Sequence[Ask], block_tokens: int) -> None:
-        self._asks, self._block_tokens = asks, block_tokens
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
 
     def __len__(self) -> int:
-        return len(self._asks)
+        return len(self._workload.asks)
 
     @overload
     def __getitem__(self, index: int) -> SimRequest: ...
@@ -339,9 +321,9 @@ class _Requests(Sequence[SimRequest]):
     def __getitem__(self, index: int | slice) -> SimRequest | list[SimRequest]:
         if isinstance(index, slice):
             return [self[idx] for idx in range(*index.indices(len(self)))]
-        ask = self._asks[index]
-        idx = index % len(self)
-        return SimRequest(ask.due_s, _tokens(ask, idx, self._block_tokens), ask.num_output)
+        ask = self._workload.asks[index]
+        tokens = _tokens(ask, index % len(self), self._workload.block_tokens)
+        return SimRequest(ask.due_s, tokens, ask.num_output)
 
 
 def _tokens(ask: Ask, idx: int, block_tokens: int) -> tuple[int, ...]:

@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+from cyclopts import Parameter
 
 from services.cli.bench.records import Ending, Record, Run
 from services.cli.bench.report import (
@@ -25,6 +27,14 @@ from shared.errors import InvalidRequest
 
 Row = Mapping[str, Any]
 """A request of a report."""
+
+OutputFlag = Annotated[
+    Path | None,
+    Parameter(
+        help="Folder for report.json, requests.csv and report.svg, as of pdmesh bench, and for the "
+        "plan's own picture."
+    ),
+]
 
 _START: Final = 1.0
 """Of a run, on its own clock: a record that left at 0 counts as one that did not leave."""
@@ -105,7 +115,7 @@ def report_files(
     measured = [
         simulated_run(
             flags.workload,
-            flags.variant(rate=run.rate).asks([part.unit for part in run.shape.parts]),
+            flags.variant(rate=run.rate).workload_of([it.unit for it in run.shape.parts]).asks,
             run.answers,
             f"simulated {run.shape}",
             run.rate,

@@ -8,12 +8,15 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, Final
 
-from services.cli.plan.explain import Explained, explain, lines, num_runs
+from cyclopts import Parameter
+
+from services.cli.plan.explain import Explained, WhatIfFlag, explain, lines, num_runs
 from services.cli.plan.sim_flags import QS, SimFlags, latencies
-from services.cli.plan.sim_report import begin_report, draw_lines, report_files
+from services.cli.plan.sim_report import OutputFlag, begin_report, draw_lines, report_files
 from services.cli.plan.view import Kept, progress, say_how_long
 from services.cli.sources import QUIET, JsonFlag
 from services.cli.words import plain_console, plain_table, print_json, print_lines
+from services.planner.core.limits import binding_limit
 from services.planner.core.mesh_text import MeshShape, read_mesh
 from services.planner.mesh_run import MeshRun
 from shared.errors import InvalidRequest
@@ -21,7 +24,11 @@ from shared.errors import InvalidRequest
 RATES: Final = (0.5, 0.75, 1.0, 1.25, 1.5)
 """Of the rate asked for: the points of the picture of attainment over rate."""
 
-BesideFlag = Annotated[list[Path] | None, QUIET]
+BesideFlag = Annotated[
+    list[Path] | None,
+    QUIET,
+    Parameter(help="Folders of earlier reports, also of pdmesh bench: drawn into the picture."),
+]
 
 
 def simulate(
@@ -29,8 +36,8 @@ def simulate(
     /,
     *,
     flags: SimFlags = SimFlags(),  # noqa: B008  (frozen)
-    what_if: bool = True,
-    output: Path | None = None,
+    what_if: WhatIfFlag = True,
+    output: OutputFlag = None,
     beside: BesideFlag = None,
     as_json: JsonFlag = False,
 ) -> int:
@@ -44,13 +51,6 @@ def simulate(
     ----------
     mesh
         Workers: 3P+2D, with P (prefill), D (decode), M (mixed); 2P(tp2,pp2)+1D(h100,tp4).
-    what_if
-        Also find the highest rate that attains, what other rates, lengths and times would do, and
-        whether as many workers in other roles would do better.
-    output
-        Folder for report.json, requests.csv and report.svg, as of pdmesh bench, and attainment.svg.
-    beside
-        Folders of pdmesh bench's or of earlier plans' reports, drawn into the same picture.
     """
     shapes = [read_mesh(mesh)]
     return _study(flags, shapes, output, beside, what_if=what_if, as_json=as_json, is_one=True)
@@ -61,8 +61,8 @@ def compare(
     /,
     *,
     flags: SimFlags = SimFlags(),  # noqa: B008  (frozen)
-    what_if: bool = True,
-    output: Path | None = None,
+    what_if: WhatIfFlag = True,
+    output: OutputFlag = None,
     beside: BesideFlag = None,
     as_json: JsonFlag = False,
 ) -> int:
@@ -74,12 +74,6 @@ def compare(
     ----------
     meshes
         Such as 5M 3P+2D 4P+1D, with P (prefill), D (decode), M (mixed).
-    what_if
-        Also find the best one's highest rate, and what other rates, lengths and times would do.
-    output
-        Folder for report.json, requests.csv and report.svg, as of pdmesh bench, and attainment.svg.
-    beside
-        Folders of pdmesh bench's or of earlier plans' reports, drawn into the same picture.
     """
     shapes = list(dict.fromkeys(map(read_mesh, meshes)))
     if len(shapes) < 2:
@@ -118,8 +112,8 @@ def _study(
     if not runs:
         # Nothing can be shown: ``_interruptible`` says so.
         raise KeyboardInterrupt
-    runs.sort(key=lambda it: (it.attained or 0.0, it.goodput, -_most_used(it)), reverse=True)
-    found = Explained.of(runs[0])
+    runs.sort(key=lambda it: (it.attained, it.goodput, -_most_used(it)), reverse=True)
+    found = Explained(binding_limit(runs[0].felt))
     if what_if and kept.is_whole:
         with kept:
             explain(flags, runs[0], found, has_runner_up=is_one)
@@ -149,7 +143,7 @@ def _show_one(flags: SimFlags, runs: Sequence[MeshRun]) -> None:
         table.add_row(name, *(_ms(value) for value in values.values()))
     console.print(table)
     console.print(
-        f"attainment {run.attained or 0:.1%} of TTFT {flags.slo_ttft} and TPOT {flags.slo_tpot}; "
+        f"attainment {run.attained:.1%} of TTFT {flags.slo_ttft} and TPOT {flags.slo_tpot}; "
         f"{run.goodput:.2f} good requests/s a worker"
     )
     if run.errors:
@@ -178,18 +172,18 @@ def _row(run: MeshRun) -> list[str]:
         for name in ("TTFT", "TPOT")
         for q in ("p50", "p99")
     ]
-    shares = (f"{run.attained or 0:.1%}", f"{run.goodput:.2f}")
+    shares = (f"{run.attained:.1%}", f"{run.goodput:.2f}")
     return [str(run.shape), *shares, *shown, _errors(run) or "–"]
 
 
 def _most_used(run: MeshRun) -> float:
     """Return the share of the limit that is nearer to being missed."""
-    return 0.0 if run.felt is None else max(run.felt.ttft_use, run.felt.tpot_use)
+    return max(run.felt.ttft_use, run.felt.tpot_use)
 
 
 def _first_of(best: MeshRun, second: MeshRun) -> str:
     """Say which is the better one, and why."""
-    if (best.attained or 0) > (second.attained or 0):
+    if best.attained > second.attained:
         return (
             f"{best.shape} attains most ({best.attained:.1%}), then {second.shape} "
             f"({second.attained:.1%})"
@@ -201,11 +195,11 @@ def _first_of(best: MeshRun, second: MeshRun) -> str:
 
 def _draw_rates(flags: SimFlags, runs: Sequence[MeshRun], folder: Path, kept: Kept) -> None:
     """Attainment over rate, of each mesh; after Ctrl-C, of the rates that were simulated."""
-    found = {str(run.shape): [(run.rate, run.attained or 0.0, "")] for run in runs}
+    found = {str(run.shape): [(run.rate, run.attained, "")] for run in runs}
     rates = [flags.rate * factor for factor in RATES if factor != 1] if kept.is_whole else []
     with kept, progress("attainment over rate", len(runs) * len(rates)) as one_more:
         for run, rate in product(runs, rates):
-            attained = flags.variant(rate=rate).run(run.shape).attained or 0.0
+            attained = flags.variant(rate=rate).run(run.shape).attained
             found[str(run.shape)].append((rate, attained, ""))
             one_more()
     title = f"share within TTFT {flags.slo_ttft} and TPOT {flags.slo_tpot}"

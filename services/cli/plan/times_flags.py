@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 from cyclopts import Parameter
 
@@ -19,7 +19,6 @@ from services.planner.mesh_run import UnitModel
 from services.planner.model_kv import kv_shape
 from services.planner.splitwise_data import machine_times, read_perf_model
 from services.sim.baselines.distserve_times import Degree, DistServeTimes
-from services.sim.baselines.splitwise_times import MachineTimes
 from shared.engine.fake import DEFAULT_TIMING
 from shared.errors import InvalidRequest
 from shared.predict.times import OPT_13B_A100, AffineTimes, ScaledTimes, TimeModel
@@ -28,8 +27,8 @@ from shared.telemetry.definitions import Slo
 
 DEFAULT_KV_TOKENS: Final = 60_000
 TIMES: Final = ("opt-13b-a100", "fake", "distserve", "splitwise")
-SPLITWISE_NAMES: Final = {"llama-2-70b": "llama2-70b"}
-"""Of published models: how Splitwise's file calls one that has another name here."""
+TtftFlag = Annotated[str, Parameter(help="Limit of the time to first token.")]
+TpotFlag = Annotated[str, Parameter(help="Limit of the mean time of an output token.")]
 
 
 @Parameter(name="*")
@@ -118,10 +117,7 @@ class TimesFlags:
         """Whose KV moves. Raises ModelError, InvalidRequest: also a profile of another model."""
         found = self._profile
         if self.times == "splitwise":
-            name = self._splitwise_model
-            return kv_shape(
-                next((our for our, its in SPLITWISE_NAMES.items() if its == name), name)
-            )
+            return kv_shape((self.model or "llama-2-70b").replace("llama2-", "llama-2-"))
         if found is None:
             return kv_shape(self.model or "opt-13b")
         own, asked = found.model.lower(), (self.model or found.model).lower()
@@ -137,22 +133,6 @@ class TimesFlags:
         return None if self.profile is None else read_profile(self.profile)
 
     @cached_property
-    def _distserve(self) -> DistServeData:
-        assert self.data is not None
-        return DistServeData(self.data, "distserve")
-
-    @property
-    def _splitwise_model(self) -> str:
-        name = self.model or "llama2-70b"
-        return SPLITWISE_NAMES.get(name, name)
-
-    @cached_property
-    def _splitwise(self) -> MachineTimes:
-        assert self.data is not None
-        runs = read_perf_model(self.data)
-        return machine_times(runs, self._splitwise_model, self.device or "a100-80gb")
-
-    @cached_property
     def _units(self) -> dict[Unit, UnitModel]:
         return {}
 
@@ -160,13 +140,11 @@ class TimesFlags:
         """Return what these devices make of one worker. Raises InvalidRequest: the time model does
         not know them, or the weights do not fit."""
         if unit not in self._units:
-            self._units[unit] = self._new_unit(unit)
+            times, most_kv = self._times(unit)
+            times = times if self.slower == 1 else ScaledTimes(times, self.slower)
+            held = most_kv if self.kv_tokens is None else self.kv_tokens
+            self._units[unit] = UnitModel(times, held)
         return self._units[unit]
-
-    def _new_unit(self, unit: Unit) -> UnitModel:
-        times, most_kv = self._times(unit)
-        kv_tokens = most_kv if self.kv_tokens is None else self.kv_tokens
-        return UnitModel(times if self.slower == 1 else ScaledTimes(times, self.slower), kv_tokens)
 
     def _times(self, unit: Unit) -> tuple[TimeModel, int]:
         device = unit.device or (self.device if self.times != "splitwise" else None)
@@ -194,14 +172,20 @@ class TimesFlags:
             assert self.profile is not None
             return found.times(self.profile.name), found.kv_tokens
         if self.times == "splitwise":
-            return self._splitwise, DEFAULT_KV_TOKENS
+            assert self.data is not None
+            model = self.kv.name.replace("llama-2-", "llama2-")  # as their file calls it
+            runs = read_perf_model(self.data)
+            times = machine_times(runs, model, self.device or "a100-80gb")
+            return times, DEFAULT_KV_TOKENS
         return self._affine(), DEFAULT_KV_TOKENS
 
     def _distserve_times(self, unit: Unit) -> tuple[TimeModel, int]:
         if unit.device not in ("", "a100"):
             raise InvalidRequest(f"DistServe's fits are of a100, not of {unit.device}")
+        assert self.data is not None
         name = self.model or "opt-13b"
-        phase = self._distserve.phase(name, Degree(unit.tp, unit.pp))
+        files = DistServeData(self.data, "distserve")
+        phase = files.phase(name, Degree(unit.tp, unit.pp))
         stages = f", {unit.pp} stages" if unit.pp > 1 else ""
         source = f"DistServe's fits of {name} on A100-80GB, tp {unit.tp}{stages}"
         return DistServeTimes(phase.coefficients, source, unit.pp), phase.capacity

@@ -20,7 +20,7 @@ from services.cli.client import LOCAL_GATEWAY, RunningGateway
 from services.cli.plan.seen import SeenTraffic, ask_gateway, read_seen, seen_by_gateway
 from services.cli.plan.sim_flags import GATEWAY
 from services.cli.plan.sim_report import begin_report, seen_run, simulated_run
-from services.cli.plan.times_flags import TimesFlags, read_slo
+from services.cli.plan.times_flags import TimesFlags, TpotFlag, TtftFlag, read_slo
 from services.cli.plan.view import progress, require_ranges, require_writable
 from services.cli.sources import JsonFlag
 from services.cli.words import plain_console, plain_table, print_json, print_lines
@@ -78,10 +78,6 @@ class VerifyFlags:
     batch_tokens
         Prompts share a step up to so many tokens, 0 = as many as a step holds; default: what
         workers report.
-    slo_ttft
-        Limit of the time to first token.
-    slo_tpot
-        Limit of the mean time of an output token.
     """
 
     last: str | None = None
@@ -91,8 +87,8 @@ class VerifyFlags:
     wire: str | None = None
     link: str | None = None
     batch_tokens: int | None = None
-    slo_ttft: str = "1s"
-    slo_tpot: str = "100ms"
+    slo_ttft: TtftFlag = "1s"
+    slo_tpot: TpotFlag = "100ms"
     times: TimesFlags = TimesFlags()  # noqa: RUF009  (frozen)
 
     def check(self) -> None:
@@ -205,16 +201,16 @@ def replay(
     or the profile is of another model."""
     shape, setting, notes = _setting(seen, flags)
     model = setting.unit(Unit())
-    plan = replay_of(seen.requests)
+    first_prompts, prompts = replay_of(seen.requests)
     seeds: list[SimRequest] = []
     at_s = 0.0
-    for prompt in plan.seeds:
+    for prompt in first_prompts:
         seeds.append(SimRequest(at_s, prompt, 1))
         at_s += SEED_S + model.times.step_s(len(prompt), len(prompt) ** 2 // 2, 0, 0)
     first_s = seen.requests[0].at_s
     requests = [
         SimRequest(at_s + it.at_s - first_s, prompt, it.num_output)
-        for it, prompt in zip(seen.requests, plan.prompts, strict=True)
+        for it, prompt in zip(seen.requests, prompts, strict=True)
     ]
     longest = max(len(it.prompt) + it.num_output for it in requests)
     if longest > model.kv_tokens:
@@ -227,18 +223,14 @@ def replay(
         setting, shape, [*seeds, *requests], len(requests) / span_s, on_progress=on_progress
     )
     answers = run.answers[len(seeds) :]
-    door_s = _door_s(seen)
+    # What the gateway takes to read, tokenize and admit a request that waits for nobody: what the
+    # quickest tenth took.
+    told = [it.terms.gateway for it in seen.requests if it.terms is not None]
+    door_s = percentile(told, QUICKEST) if told else 0.0
     predicted = [_felt(it, was, door_s) for it, was in zip(answers, seen.requests, strict=True)]
     comparison = compare(seen.requests, predicted, setting.slo)
     notes += model.times.warnings()
     return Verified(seen, shape, setting, answers, comparison, model.times, door_s, notes)
-
-
-def _door_s(seen: SeenTraffic) -> float:
-    """Return what the gateway takes to read, tokenize and admit a request that waits for nobody:
-    what the quickest tenth took."""
-    told = [it.terms.gateway for it in seen.requests if it.terms is not None]
-    return percentile(told, QUICKEST) if told else 0.0
 
 
 def _felt(answer: SimAnswer, was: SeenRequest, door_s: float) -> SeenRequest:
@@ -377,7 +369,6 @@ def _notes(seen: SeenTraffic) -> list[str]:
 
 
 def facts_of(found: Verified) -> dict[str, Any]:
-    """Return a replay for programs."""
     comparison = found.comparison
     return {
         "source": found.seen.source,

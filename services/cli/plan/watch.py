@@ -16,7 +16,7 @@ from services.cli.bench.endpoints import RECENT
 from services.cli.client import LOCAL_GATEWAY, RunningGateway
 from services.cli.interrupts import EXIT_INTERRUPTED, run_interruptible
 from services.cli.plan.seen import read_body
-from services.cli.plan.times_flags import read_slo
+from services.cli.plan.times_flags import TpotFlag, TtftFlag, read_slo
 from services.cli.plan.verify import LETTERS
 from services.cli.plan.view import require_ranges
 from services.cli.sources import JsonFlag
@@ -64,18 +64,14 @@ class WatchFlags:
 
     Parameters
     ----------
-    slo_ttft
-        Limit of the time to first token.
-    slo_tpot
-        Limit of the mean time of an output token.
     attainment
         Share of requests that must keep both.
     max_workers
         Most workers of all kinds together; 0 = as many as it takes.
     """
 
-    slo_ttft: str = "2s"
-    slo_tpot: str = "100ms"
+    slo_ttft: TtftFlag = "2s"
+    slo_tpot: TpotFlag = "100ms"
     attainment: float = 0.95
     max_workers: int = 0
 
@@ -258,7 +254,6 @@ class Watcher:
 
 
 def facts_of(look: Look) -> dict[str, Any]:
-    """Return a look for programs."""
     decision, found = look.decision, look.outlook
     return {
         "at_s": look.at_s,

@@ -6,7 +6,7 @@ A search simulates only what these do not rule out, so each is on the generous s
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -92,7 +92,7 @@ def _rate(seconds: float) -> float:
     return 1 / seconds if seconds > 0 else float("inf")
 
 
-def mesh_bound(shape: MeshShape, bounds: dict[Unit, WorkerBound]) -> float:
+def mesh_bound(shape: MeshShape, bounds: Mapping[Unit, WorkerBound]) -> float:
     """Return requests a second beyond which a mesh's queues must grow for ever."""
     # A mixed worker counts on both sides in full: too much, and a bound may be that.
     prompts = sum(it.num * bounds[it.unit].prompts for it in shape.parts if it.kind in "PM")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 Policy = Literal["lru", "lfu", "length-aware"]
-Later = Literal["evicted", "kept"]
+POLICIES: Final[tuple[Policy, ...]] = ("lru", "lfu", "length-aware")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +34,15 @@ class Replayed:
 
 
 class BlockCache:
-    """Which blocks are there, and which one goes: the one with the fewest uses since it came in, of
-    equals by position, if it matters, then the one that was used longest ago."""
+    """Which blocks are there, and which one goes: the one with the fewest uses since it came in
+    (not of lru), of equals the one latest in its request (of length-aware alone), then the one that
+    was used longest ago."""
 
-    def __init__(self, capacity: int | None, *, counts_uses: bool = True, sign: int = 0) -> None:
-        """capacity: in blocks, None = all that come. sign: among equals those at a later position
-        go first (-1) or last (1)."""
+    def __init__(self, capacity: int | None, policy: Policy) -> None:
+        """capacity: in blocks, None = all that come."""
         self._capacity = capacity
-        self._counts_uses = counts_uses
-        self._sign = sign
+        self._counts_uses = policy != "lru"
+        self._sign = -1 if policy == "length-aware" else 0
         self._uses: dict[int, tuple[int, int, int]] = {}
         self._heap: list[tuple[int, int, int, int]] = []
         self._clock = 0
@@ -69,15 +69,6 @@ class BlockCache:
             if self._uses.get(block) == tuple(key):  # else it has been used since
                 del self._uses[block]
                 return
-
-
-POLICIES: Final[dict[Policy, Callable[[int | None, Later], BlockCache]]] = {
-    "lru": lambda capacity, later: BlockCache(capacity, counts_uses=False),
-    "lfu": lambda capacity, later: BlockCache(capacity),
-    "length-aware": lambda capacity, later: BlockCache(
-        capacity, sign=-1 if later == "evicted" else 1
-    ),
-}
 
 
 def replay(

@@ -6,7 +6,6 @@ a = 4 and b = 22. Splitwise (ISCA'24, section 4): layers travel while the next o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 from services.planner.core.kv_size import KvShape
@@ -29,15 +28,7 @@ def fetch_pays_from(shape: KvShape, num_tokens: int, flops: float) -> float:
     return shape.token_bytes * num_tokens / (prefill_flops(shape, num_tokens) / flops)
 
 
-@dataclass(frozen=True, slots=True)
-class Push:
-    """Time of a KV transfer that prefill does not hide, seconds."""
-
-    layerwise_s: float
-    serial_s: float
-
-
-def exposed(shape: KvShape, num_tokens: int, *, prefill_s: float, link: float) -> Push:
+def exposed_s(shape: KvShape, num_tokens: int, *, prefill_s: float, link: float) -> float:
     """Return what of a prompt's transfer is left after its computation.
 
     Layer-wise: a layer leaves when it is computed and its predecessor has left. What a message
@@ -46,8 +37,7 @@ def exposed(shape: KvShape, num_tokens: int, *, prefill_s: float, link: float) -
     layer_s = shape.layer_bytes * num_tokens / link
     num = shape.num_layers
     # The last layer has nothing to hide behind, nor has what the link could not carry until then.
-    rest_s = max(layer_s, num * layer_s - (num - 1) * prefill_s / num)
-    return Push(rest_s, num * layer_s)
+    return max(layer_s, num * layer_s - (num - 1) * prefill_s / num)
 
 
 def pipeline_makespan(chunks_s: list[float], num_stages: int) -> float:

@@ -49,12 +49,8 @@ def candidates(
 ) -> list[MeshOffer]:
     """Return every mesh of at most so many devices: prefill workers of one unit with decode workers
     of one unit, and of one unit mixed ones, with prefill workers or with both kinds."""
-    found: dict[MeshShape, MeshOffer] = {}
-    for shape in _shapes(list(bounds), most_devices, has_mixed=has_mixed):
-        if shape not in found:
-            bound = mesh_bound(shape, dict(bounds))
-            found[shape] = MeshOffer(shape, price.cost(shape), bound)
-    return list(found.values())
+    shapes = dict.fromkeys(_shapes(list(bounds), most_devices, has_mixed=has_mixed))
+    return [MeshOffer(it, price.cost(it), mesh_bound(it, bounds)) for it in shapes]
 
 
 def _shapes(units: Sequence[Unit], most: int, *, has_mixed: bool) -> Iterator[MeshShape]:

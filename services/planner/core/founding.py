@@ -80,14 +80,14 @@ def _sizes() -> PaperTable:
 
 def _links() -> PaperTable:
     kv = 1.9e9
-    need = link_need(10, kv, 0.040)
+    sustained, latency = link_need(10, kv, 0.040)
     rows = [
         PaperRow("D0, 1.9 GB at 25 GB/s", "40 ms", kv / 25e9 * 1e3, 1, "ms",
                  "WRONG: 40 ms is 1.0 GB, or 47.5 GB/s"),
         PaperRow("D0, 1.9 GB at 25 Gb/s, if that was meant", "40 ms", kv / (25e9 / 8) * 1e3, 0,
                  "ms", "WRONG"),
-        PaperRow("bandwidth that moves 1.9 GB in 40 ms", "", need.latency / 1e9, 1, "GB/s"),
-        PaperRow("bandwidth for ten such a second", "", need.sustained / 1e9, 1, "GB/s"),
+        PaperRow("bandwidth that moves 1.9 GB in 40 ms", "", latency / 1e9, 1, "GB/s"),
+        PaperRow("bandwidth for ten such a second", "", sustained / 1e9, 1, "GB/s"),
         PaperRow("BLOOM-176B, 512 tokens", "", PUBLISHED["bloom-176b"].token_bytes * 512 / 1024**3,
                  3, "GiB", "which may be the 1.9 of D0"),
     ]  # fmt: skip

@@ -60,26 +60,14 @@ def kv_of_bytes(name: str, token_bytes: float) -> KvShape:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class LinkNeed:
-    """Least bandwidth, bytes/s, for two reasons; the greater counts."""
-
-    sustained: float
-    latency: float
-
-    @property
-    def needed(self) -> float:
-        """What satisfies both."""
-        return max(self.sustained, self.latency)
-
-
-def link_need(rate: float, kv_bytes: float, budget_s: float) -> LinkNeed:
-    """Return what a link must give: ``rate`` requests/s for ever, and one of them within the part
-    of the time to first token (or of prefill, layer-wise) that hides the transfer.
+def link_need(rate: float, kv_bytes: float, budget_s: float) -> tuple[float, float]:
+    """Return what a link must give, bytes/s, of which the greater counts: for ``rate`` requests/s
+    for ever, and for one of them within the part of the time to first token (or of prefill,
+    layer-wise) that hides the transfer.
 
     "QPS * KV / TTFT" has the unit bytes/s^2.
     """
-    return LinkNeed(rate * kv_bytes, kv_bytes / budget_s)
+    return rate * kv_bytes, kv_bytes / budget_s
 
 
 def read_link(text: str) -> float:

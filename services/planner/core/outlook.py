@@ -7,14 +7,13 @@ was asked of the mesh, at other rates. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Final, NamedTuple
 
 from services.gateway.core.scaling.autoscaler import MOST_BUSY, answering, needed
 from services.gateway.core.scaling.need import AnswerLoad, Limits, PromptLoad
 from services.gateway.core.scaling.scaling import Kind, MeshSeen
-from services.gateway.core.scaling.traffic import Traffic
-from shared.predict.step_time import StepFit
 
 EXACT: Final = 0.001
 """Share of a rate to which it is found."""
@@ -41,56 +40,45 @@ class Outlook(NamedTuple):
         return self.most_rate / self.rate if self.rate else None
 
 
-class WatchedMesh(NamedTuple):
-    """What a rate depends on, but for the numbers of workers."""
-
-    traffic: Traffic
-    steps: StepFit
-    capacity_tokens: int
-    limits: Limits
-
-    def most_rates(self, numbers: Numbers) -> dict[Kind, float]:
-        """Return the rates up to which these numbers of each kind are enough."""
-        return {kind: self._most_rate(numbers, kind) for kind in numbers}
-
-    def _most_rate(self, numbers: Numbers, kind: Kind) -> float:
-        low, high = 0.0, 1.0
-        while high < MOST_RATE and self._is_enough(numbers, kind, high):
-            low, high = high, 2 * high
-        # Where no rate is low enough ``high`` halves for ever: that counts as none.
-        while high - low > EXACT * high and high > 1e-6:
-            middle = (low + high) / 2
-            if self._is_enough(numbers, kind, middle):
-                low = middle
-            else:
-                high = middle
-        return low
-
-    def _is_enough(self, numbers: Numbers, kind: Kind, rate: float) -> bool:
-        traffic, limits = self.traffic, self.limits
-        prompts = PromptLoad.of(traffic, rate)
-        answers = AnswerLoad.of(traffic, rate, self.steps, self.capacity_tokens, limits.tpot_s)
-        return needed(numbers, prompts, answers, limits, _BUSY)[kind] <= numbers[kind]
-
-
 def outlook(seen: MeshSeen, limits: Limits) -> Outlook | None:
     """Return what this mesh could take; None: too little is known (``decide`` says what)."""
-    here = [worker for worker in seen.workers if not worker.is_draining]
+    here, traffic = [worker for worker in seen.workers if not worker.is_draining], seen.traffic
     present = {kind: num for kind in Kind if (num := sum(it.kind is kind for it in here))}
     is_whole = set(present) in ({Kind.COLOCATED}, {Kind.PREFILL, Kind.DECODE})
     knows = any(it.answer_steps.is_known for it in here if it.kind is not Kind.PREFILL)
-    if seen.traffic is None or not (is_whole and knows and seen.traffic.prompt_s):
+    if traffic is None or not (is_whole and knows and traffic.prompt_s):
         return None
-    mesh = WatchedMesh(seen.traffic, *answering(here), limits)
-    rates = mesh.most_rates(present)
+    steps, capacity_tokens = answering(here)
+
+    def most_rates(numbers: Numbers) -> dict[Kind, float]:
+        """The rates up to which these numbers of each kind are enough."""
+
+        def is_enough(kind: Kind, rate: float) -> bool:
+            prompts = PromptLoad.of(traffic, rate)
+            answers = AnswerLoad.of(traffic, rate, steps, capacity_tokens, limits.tpot_s)
+            return needed(numbers, prompts, answers, limits, _BUSY)[kind] <= numbers[kind]
+
+        return {kind: _most_rate(partial(is_enough, kind)) for kind in numbers}
+
+    rates = most_rates(present)
     binds = min(rates, key=rates.__getitem__)
     total = sum(present.values())
     others: list[Numbers] = [{Kind.COLOCATED: total}]
     others += [{Kind.PREFILL: num, Kind.DECODE: total - num} for num in range(1, total)]
-    found = [
-        (numbers, min(mesh.most_rates(numbers).values()))
-        for numbers in others
-        if numbers != present
-    ]
-    rate = max(seen.traffic.arrivals_s, seen.traffic.recent_s)
+    found = [(it, min(most_rates(it).values())) for it in others if it != present]
+    rate = max(traffic.arrivals_s, traffic.recent_s)
     return Outlook(rate, binds, rates[binds], max(found, key=lambda it: it[1], default=None))
+
+
+def _most_rate(is_enough: Callable[[float], bool]) -> float:
+    low, high = 0.0, 1.0
+    while high < MOST_RATE and is_enough(high):
+        low, high = high, 2 * high
+    # Where no rate is low enough ``high`` halves for ever: that counts as none.
+    while high - low > EXACT * high and high > 1e-6:
+        middle = (low + high) / 2
+        if is_enough(middle):
+            low = middle
+        else:
+            high = middle
+    return low

@@ -8,7 +8,6 @@ Communication is in elements a chip and feed-forward layer; multiply by bytes.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Final
 
 from services.planner.core.paper_table import PaperRow, PaperTable
@@ -65,29 +64,13 @@ def layout(tokens: float, width: int, feed_forward: int, n: int) -> str:
     return min(traffic, key=lambda name: traffic[name])
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionLayout:
-    """How the KV of PaLM 540B lies on chips.
+def longest_context(kv_heads: int, head_dim: int, ways: int, batch: int) -> float:
+    """Return the longest context of PaLM 540B, tokens, that 30 % of every chip's memory holds.
 
-    ways: over how many chips a token's KV is spread; kv_heads of head_dim are kept in all.
+    kv_heads of head_dim are kept in all; a token's KV is spread over so many chips (ways).
     """
-
-    name: str
-    kv_heads: int
-    head_dim: int
-    ways: int
-
-    def longest(self, batch: int) -> float:
-        """Return the longest context, tokens, that 30 % of every chip's memory holds."""
-        token_bytes = 2 * PALM_LAYERS * self.kv_heads * self.head_dim * 2
-        return KV_SHARE * TPU_V4_HBM / (token_bytes / self.ways * batch)
-
-
-ATTENTION: Final = (
-    AttentionLayout("multi-head, 48 x 128, by heads", 48, 128, 48),
-    AttentionLayout("multi-query, 1 x 256, by heads", 1, 256, 1),
-    AttentionLayout("multi-query, 1 x 256, by batch", 1, 256, 64),
-)
+    token_bytes = 2 * PALM_LAYERS * kv_heads * head_dim * 2
+    return KV_SHARE * TPU_V4_HBM / (token_bytes / ways * batch)
 
 
 def flops_utilization(tokens: float, seconds: float) -> float:
@@ -97,17 +80,17 @@ def flops_utilization(tokens: float, seconds: float) -> float:
 
 def pope_tables() -> list[PaperTable]:
     """Tables 1 and 2 and the layouts, theirs beside ours."""
-    printed = (("1,320", "330"), ("660", "165"), ("43,000", "10,700"))
-    why = (
-        "48 heads on 64 chips: 48-way sharding (64-way would give 1,777); exact 0.3 x 32 GiB",
-        "one KV head is in every chip's memory; exact 0.3 x 32 GiB",
-        "rounded there",
-    )
     longest = [
-        PaperRow(f"{one.name}, batch {batch}", theirs[idx], one.longest(batch), 0, "tokens", reason)
-        for one, theirs, reason in zip(ATTENTION, printed, why, strict=True)
-        for idx, batch in enumerate((128, 512))
-    ]
+        PaperRow(f"{name}, batch {num}", theirs, longest_context(*kv, num), 0, "tokens", why)
+        for name, kv, printed, why in (
+            ("multi-head, 48 x 128, by heads", (48, 128, 48), ("1,320", "330"),
+             "48 heads on 64 chips: 48-way sharding (64-way would give 1,777); exact 0.3 x 32 GiB"),
+            ("multi-query, 1 x 256, by heads", (1, 256, 1), ("660", "165"),
+             "one KV head is in every chip's memory; exact 0.3 x 32 GiB"),
+            ("multi-query, 1 x 256, by batch", (1, 256, 64), ("43,000", "10,700"), "rounded there"),
+        )
+        for num, theirs in zip((128, 512), printed, strict=True)
+    ]  # fmt: skip
     runs = (
         ("prefill, batch 1, int8, 2D", 2048, 0.29, "43 %"),
         ("decode, batch 64, int8, 2D", 64 * 64, 1.82, "14 %"),

@@ -105,17 +105,15 @@ def terms_of(
     return TimeTerms(gateway, prefill_queue, prefill, hand_over, first_gap, tpot_s - first_gap)
 
 
-class ReplayedPrompts(NamedTuple):
-    """Prompts as tokens. seeds: prompts before all others, from which some had a beginning."""
-
-    seeds: list[tuple[int, ...]]
-    prompts: list[tuple[int, ...]]
+Prompts = list[tuple[int, ...]]
 
 
-def replay_of(seen: Sequence[SeenRequest]) -> ReplayedPrompts:
-    """Return prompts of the lengths seen, with as much in common as was cached."""
-    found = ReplayedPrompts([], [])
-    before: dict[str, list[tuple[int, ...]]] = {}
+def replay_of(seen: Sequence[SeenRequest]) -> tuple[Prompts, Prompts]:
+    """Return prompts before all others, from which some had a beginning, and prompts of the lengths
+    seen, with as much in common as was cached; both as tokens."""
+    seeds: Prompts = []
+    prompts: Prompts = []
+    before: dict[str, Prompts] = {}
     for number, it in enumerate(seen, 1):
         num_cached = min(it.num_cached, it.num_prompt - 1)
         # One token for each request: nobody finds more of it in a cache than was found.
@@ -126,11 +124,11 @@ def replay_of(seen: Sequence[SeenRequest]) -> ReplayedPrompts:
             donor = next((one for one in reversed(known) if len(one) >= num_cached), None)
             if donor is None:
                 donor = (len(seen) + number,) * (num_cached + 1)
-                found.seeds.append(donor)
+                seeds.append(donor)
             prompt = donor[:num_cached] + own
         known.append(prompt)
-        found.prompts.append(prompt)
-    return found
+        prompts.append(prompt)
+    return seeds, prompts
 
 
 def fitted_times(prompts: Sequence[StepFit], answers: Sequence[StepFit]) -> FittedTimes | None:

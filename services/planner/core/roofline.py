@@ -6,7 +6,7 @@ its bytes take, from a model's shape and a data sheet.
 
 Operations are two for each weight and token and four for each attended position and element of the
 heads; bytes are the weights, once a step, and the context that decode rows read. Shares of data
-sheets' peaks that real kernels reach are assumptions, stated in ``DERATING``.
+sheets' peaks that real kernels reach are assumptions, stated below.
 
 With pipeline stages it is the way through all of them, as in DistServe's simulator: each has its
 part of the layers, prompts go from one to the next in one batch, and rows in as many batches as
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 from services.planner.core.kv_size import KvShape
 from shared.errors import InvalidRequest
@@ -65,20 +65,16 @@ DEVICES: Final = {
 """By name. Operations without sparsity; links are NVLink's one direction, of L40S and L4 PCIe's."""
 
 
-class Derating(NamedTuple):
-    """What real kernels get. compute, bandwidth: shares of the peak. step_s: of a step's launch.
-    reduce_s: latency of one all-reduce, or of the way to the next stage. memory: share of the
-    memory for weights and KV together."""
-
-    compute: float
-    bandwidth: float
-    step_s: float
-    reduce_s: float
-    memory: float
-
-
-DERATING: Final = Derating(0.6, 0.8, 0.002, 8e-6, 0.9)
-"""Assumptions, not measurements: `pdmesh profile -o` is better wherever there is a device."""
+COMPUTE_SHARE: Final = 0.6
+BANDWIDTH_SHARE: Final = 0.8
+"""Of the peaks, what real kernels get."""
+MEMORY_SHARE: Final = 0.9
+"""Of the memory, for weights and KV together."""
+LAUNCH_S: Final = 0.002
+"""Of a step."""
+REDUCE_S: Final = 8e-6
+"""Latency of one all-reduce, or of the way to the next stage. All five are assumptions, not
+measurements: `pdmesh profile -o` is better wherever there is a device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +100,7 @@ class RooflineTimes:
         """See TimeModel."""
         return (
             f"roofline of {self.model.name} on {self._devices} ({self.device.sheet};"
-            f" {DERATING.compute:.0%} of the operations, {DERATING.bandwidth:.0%} of the bandwidth)"
+            f" {COMPUTE_SHARE:.0%} of the operations, {BANDWIDTH_SHARE:.0%} of the bandwidth)"
         )
 
     @property
@@ -120,7 +116,7 @@ class RooflineTimes:
     @property
     def kv_tokens(self) -> int:
         """Tokens of KV that fit beside the weights, in every stage; 0 = not even these fit."""
-        memory = self.device.memory * self.tp * DERATING.memory / self._largest
+        memory = self.device.memory * self.tp * MEMORY_SHARE / self._largest
         free = memory - self.model.num_weights * self.model.bytes_per_element
         return max(0, int(free // self.model.token_bytes))
 
@@ -135,15 +131,15 @@ class RooflineTimes:
         elements = model.num_heads * model.head_dim * model.num_layers
         operations += 4 * elements * (num_attended + num_context)
         num_bytes = model.num_weights * model.bytes_per_element + model.token_bytes * num_context
-        compute_s = operations / (device.flops * DERATING.compute * self.tp)
-        memory_s = num_bytes / (device.bandwidth * DERATING.bandwidth * self.tp)
+        compute_s = operations / (device.flops * COMPUTE_SHARE * self.tp)
+        memory_s = num_bytes / (device.bandwidth * BANDWIDTH_SHARE * self.tp)
         stages_s = max(compute_s, memory_s) * self._largest * self.pp
-        return stages_s + self._send_s(num_tokens) + self._reduce_s(num_tokens) + DERATING.step_s
+        return stages_s + self._send_s(num_tokens) + self._reduce_s(num_tokens) + LAUNCH_S
 
     def _send_s(self, num_tokens: int) -> float:
         """Activations from each stage to the next, divided among its devices."""
         num_bytes = num_tokens * self.model.hidden * self.model.bytes_per_element
-        return (self.pp - 1) * (num_bytes / self.tp / self.device.link + DERATING.reduce_s)
+        return (self.pp - 1) * (num_bytes / self.tp / self.device.link + REDUCE_S)
 
     def _reduce_s(self, num_tokens: int) -> float:
         """Two all-reduces a layer, by a ring."""
@@ -151,7 +147,7 @@ class RooflineTimes:
             return 0.0
         num_bytes = num_tokens * self.model.hidden * self.model.bytes_per_element
         ring_s = 2 * (self.tp - 1) / self.tp * num_bytes / self.device.link
-        return 2 * self.model.num_layers * (ring_s + DERATING.reduce_s)
+        return 2 * self.model.num_layers * (ring_s + REDUCE_S)
 
     def warnings(self) -> list[str]:
         """See TimeModel."""

@@ -11,7 +11,6 @@ from services.gateway.core.worker import Role
 from services.sim.engine import TimedEngine
 from services.sim.mesh import CoreMesh
 from services.sim.open_loop import (
-    RunVerdict,
     SimAnswer,
     SimRequest,
     run_open_loop,
@@ -20,7 +19,6 @@ from services.sim.open_loop import (
 from services.sim.orders import WorkerSize
 from shared.engine.fake import DEFAULT_TIMING
 from shared.predict.times import AffineTimes
-from shared.telemetry.definitions import Slo, attainment
 from shared.worker.core.leases import Effect, Leases
 from tests.support.core_mesh import MODEL, ExactEngine, simulated_mesh
 
@@ -84,17 +82,6 @@ def test_a_mesh_may_take_all_day() -> None:
     answers = run_open_loop(mesh, [SimRequest(0.0, (5,) * 10, 100)] * 3)
     assert all(answer.is_complete for answer in answers)
     assert answers[0].token_times[-1] > 5000
-
-
-def test_a_verdict_that_comes_early_is_that_of_the_whole_run() -> None:
-    """One of ten misses, and nine tenths are wanted: that is enough."""
-    requests = [SimRequest(10.0 * idx, (5,) * (100 if idx else 5000), 2) for idx in range(10)]
-    slo = Slo(0.3, 1.0)
-    verdict = RunVerdict(slo, 0.9, len(requests))
-    run_open_loop(mesh_of(), requests, verdict=verdict)
-    answers = run_open_loop(mesh_of(), requests)
-    assert attainment(answers, slo) == 0.9
-    assert verdict.attains
 
 
 def test_the_last_layers_of_kv_wait_for_the_link() -> None:

@@ -21,8 +21,8 @@ from services.planner.founding_data import decode_ms
 from services.planner.splitwise_data import (
     drawn,
     machine_times,
-    read_azure_lengths,
-    read_runs,
+    read_azure,
+    read_perf_model,
     runs_of,
 )
 from services.sim.baselines.splitwise import (
@@ -38,7 +38,7 @@ from services.sim.baselines.splitwise_machine import SplitwiseMachine, Splitwise
 from services.sim.baselines.splitwise_times import Curve, prediction_error
 
 DATA = Path(__file__).parent / "data"
-RUNS = read_runs(DATA / "splitwise_sim_perf_model_tp8.csv")
+RUNS = read_perf_model(DATA)
 TIMES = machine_times(RUNS, "llama2-70b", "h100-80gb")
 
 
@@ -191,7 +191,7 @@ def test_three_requests_far_apart_feel_the_curves_alone() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_nothing_is_lost_under_load(seed: int) -> None:
     """Every request ends, every byte and every pending token comes back, all machines go home."""
-    lengths = read_azure_lengths(DATA / "azure_code_lengths.csv")
+    lengths = read_azure(DATA, "code")
     requests = drawn(lengths, 60.0, 20.0, seed)
     sim = mesh(3, 2)
     sim.run(requests)
@@ -290,7 +290,7 @@ def test_a_budget_is_spent_on_machines_of_both_kinds() -> None:
 
 def test_coding_at_70_requests_a_second_takes_27_and_3() -> None:
     """HH, BLOOM-176B, layer-wise transfers: within two machines of the paper's 27P + 3T."""
-    lengths = read_azure_lengths(DATA / "azure_code_lengths.csv")
+    lengths = read_azure(DATA, "code")
     times = machine_times(RUNS, "bloom-176b", "h100-80gb")
     alone = machine_times(RUNS, "bloom-176b", "a100-80gb")
 

@@ -233,16 +233,13 @@ def test_every_paper_has_its_table(
 
 @pytest.mark.parametrize(("most", "code"), [("6", 0), ("1", 1)])
 def test_splitwises_clusters_for_programs(
-    most: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    most: str, code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All tables are one document, whether a cluster keeps the limits or not; the paper's cluster
     stands beside no other rate than its own."""
     data = Path(__file__).parents[2] / "sim" / "data"
-    shutil.copy(data / "splitwise_sim_perf_model_tp8.csv", tmp_path / "perf_model.csv")
-    name = "AzureLLMInferenceTrace_code_2023.csv"
-    shutil.copy(data / "azure_code_lengths.csv", tmp_path / name)
     load = ("--rate", "12", "--duration", "5", "--most-prompt", most, "--most-token", "3")
-    command = ["plan", "paper", "splitwise", "--data", str(tmp_path), *load, "--json"]
+    command = ["plan", "paper", "splitwise", "--data", str(data), *load, "--json"]
     assert main(command) == code
     *_, frontier = json.loads(capsys.readouterr().out)
     assert bool(frontier["rows"]) == (code == 0)
@@ -266,13 +263,12 @@ def test_a_damaged_file_of_the_founding_documents_is_named(
     """An answer of no token is none to divide by; runs that are not there are asked for."""
     data = Path(__file__).parents[2] / "sim" / "data"
     for name in ("code", "conv"):
-        shutil.copy(
-            data / "azure_code_lengths.csv", tmp_path / f"AzureLLMInferenceTrace_{name}_2023.csv"
-        )
+        azure = "AzureLLMInferenceTrace_{}_2023.csv".format
+        shutil.copy(data / azure("code"), tmp_path / azure(name))
     for name in ("conversation", "synthetic"):
         trace(tmp_path / f"{name}_trace.jsonl", {"output_length": 0})
     command = ["plan", "paper", "founding", "--data", str(tmp_path)]
-    head, *rows = (data / "splitwise_sim_perf_model_tp8.csv").read_text().splitlines()
+    head, *rows = (data / "splitwise_sim_perf_model.csv").read_text().splitlines()
     for kept, code in ((rows, 0), ([row for row in rows if ",512,64," not in row], 2)):
         (tmp_path / "perf_model.csv").write_text("\n".join((head, *kept)))
         assert main(command) == code

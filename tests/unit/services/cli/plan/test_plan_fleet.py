@@ -185,7 +185,7 @@ def test_a_rate_beyond_the_bound_is_not_safe_however_short_the_run(
     flags = SimFlags(rate=14.0, num_requests=10)
     run = flags.run(read_mesh("2P+1D"))
     assert run.attained == 1.0
-    explain.explain(flags, run, found := Explained.of(run))
+    explain.explain(flags, run, found := Explained())
     assert found.headroom is not None
     assert found.headroom < 1.0
     assert found.misses[-1] == "requests without end"

@@ -128,10 +128,8 @@ def test_published_times_are_read_from_their_files() -> None:
 
 
 @pytest.mark.parametrize("model", [None, "llama2-70b", "llama-2-70b"])
-def test_splitwises_machine_has_its_models_kv(model: str | None, tmp_path: Path) -> None:
+def test_splitwises_machine_has_its_models_kv(model: str | None) -> None:
     """Whichever of its two names the model is given by, and without one."""
-    source = DATA / "splitwise_sim_perf_model_tp8.csv"
-    (tmp_path / "perf_model.csv").write_text(source.read_text("utf-8"))
-    flags = TimesFlags(times="splitwise", data=tmp_path, model=model)
+    flags = TimesFlags(times="splitwise", data=DATA, model=model)
     assert flags.kv.name == "llama-2-70b"
     assert "llama2-70b on a100-80gb" in flags.unit(Unit()).times.source

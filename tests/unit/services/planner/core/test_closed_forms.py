@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from services.planner.core.fetch import exposed, fetch_pays_from, pipeline_makespan
+from services.planner.core.fetch import exposed_s, fetch_pays_from, pipeline_makespan
 from services.planner.core.founding import (
     SLIDES_KV,
     TABLE_4,
@@ -19,7 +19,6 @@ from services.planner.core.kv_size import PUBLISHED, link_need, read_link
 from services.planner.core.mooncake import mooncake_tables
 from services.planner.core.paper_table import PaperTable
 from services.planner.core.partition import (
-    ATTENTION,
     best_gather,
     best_x,
     flops_utilization,
@@ -134,9 +133,9 @@ def test_bandwidth_has_two_bounds() -> None:
     assert round(1.9e9 / read_link("25GB/s") * 1e3, 1) == 76.0
     assert round(1.9e9 / read_link("25Gb/s") * 1e3) == 608
     assert round(1.9e9 / 50e9 * 1e3) == 38
-    need = link_need(10, 1.9e9, 0.040)
-    assert round(need.latency / 1e9, 1) == need.needed / 1e9 == 47.5
-    assert round(need.sustained / 1e9, 1) == 19.0
+    sustained, latency = link_need(10, 1.9e9, 0.040)
+    assert round(latency / 1e9, 1) == 47.5
+    assert round(sustained / 1e9, 1) == 19.0
 
 
 @pytest.mark.parametrize(
@@ -168,13 +167,11 @@ def test_a_fetch_pays_from() -> None:
 def test_layerwise_is_flat_in_length_and_serialized_is_not() -> None:
     """As long as computing a layer takes longer than sending it (Splitwise, figure 14)."""
     shape = PUBLISHED["llama-2-70b"]
-    pushes = [exposed(shape, n, prefill_s=n * 1e-4, link=25e9) for n in (1000, 2000, 4000)]
-    for push, n in zip(pushes, (1000, 2000, 4000), strict=True):
-        assert push.layerwise_s == pytest.approx(shape.layer_bytes * n / 25e9)
-        assert push.serial_s == pytest.approx(80 * shape.layer_bytes * n / 25e9)
-        assert push.layerwise_s < push.serial_s
-    slow = exposed(shape, 1000, prefill_s=1e-9, link=25e9)
-    assert slow.layerwise_s == pytest.approx(slow.serial_s)
+    for n in (1000, 2000, 4000):
+        left_s = exposed_s(shape, n, prefill_s=n * 1e-4, link=25e9)
+        assert left_s == pytest.approx(shape.layer_bytes * n / 25e9)
+    slow_s = exposed_s(shape, 1000, prefill_s=1e-9, link=25e9)
+    assert slow_s == pytest.approx(80 * shape.layer_bytes * 1000 / 25e9)
 
 
 def test_chunks_in_a_pipeline() -> None:
@@ -233,7 +230,7 @@ def test_what_is_wrong_is_flagged() -> None:
 
 def test_longest_contexts() -> None:
     """Table 1, recomputed with exactly 0.3 x 32 GiB."""
-    found = [round(one.longest(batch)) for one in ATTENTION for batch in (128, 512)]
+    found = [round(row.ours) for row in pope_tables()[0].rows]
     assert found == [1333, 333, 666, 167, 42654, 10663]
 
 
