@@ -28,7 +28,7 @@ from services.cli.bench.sources import SHAPES
 from services.gateway.core.index.fetches import NOTHING
 from services.gateway.core.index.prefix_index import PrefixIndex, column_of
 from services.gateway.core.index.prefixes import Indexed
-from services.planner.core.cache_replay import POLICIES, Policy, replay
+from services.planner.core.cache_replay import POLICIES, BlockCache, Policy, replay
 from services.planner.core.mooncake import FAST25_CAPACITIES, FAST25_HIT_RATES
 from services.planner.mooncake_trace import read_public
 from services.sim.baselines.mooncake import BLOCK_TOKENS
@@ -171,7 +171,7 @@ def require_the_replay(
 ) -> ReplayedWorker:
     """Every request finds what it finds in the replay."""
     worker = ReplayedWorker(POOL_BLOCKS, num_slots, policy)
-    cache = POLICIES[policy](num_slots, "evicted")
+    cache = BlockCache(num_slots, policy)
     for block_ids in requests:
         assert worker.ask(block_ids) == replay([block_ids], cache).num_hits
     assert worker.tier is not None
@@ -194,7 +194,7 @@ def test_the_pool_alone_hits_no_less_than_the_replay() -> None:
     worker = ReplayedWorker(120)
     for block_ids in requests:
         worker.ask(block_ids)
-    assert worker.num_hits > replay(requests, POLICIES["lru"](120, "evicted")).num_hits
+    assert worker.num_hits > replay(requests, BlockCache(120, "lru")).num_hits
 
 
 @needs_traces
