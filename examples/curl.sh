@@ -13,7 +13,7 @@ ask() { # path, body
 }
 
 ask /v1/models
-ask /v1/chat/completions '{"messages": [{"role": "user", "content": "What is 17 + 25?"}]}'
+ask /v1/chat/completions '{"messages": [{"role": "user", "content": "What is 17 + 25?"}], "temperature": 0}'
 # Each event is a line "data: {...}"; the last one is "data: [DONE]". --no-buffer shows them as
 # they come.
 curl --silent --show-error --fail-with-body --no-buffer "$url/v1/completions" \

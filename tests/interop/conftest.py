@@ -11,9 +11,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
-import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -26,6 +23,7 @@ from services.gateway.grpc.door import Inference
 from shared.rpc.network import Address
 from shared.rpc.tcp import TcpNetwork
 from tests.support.client_environments import NoClient, Say, node_client, python_client
+from tests.support.command import kept_up
 from tests.support.scripted_mesh import ScriptedMesh, front_door, http_gateway
 
 
@@ -60,53 +58,18 @@ class GrpcTarget(_Target):
 API_KEY = os.environ.get("PDMESH_API_KEY", "none")
 
 
-START_WITHIN_S = 120.0
 _READY = re.compile(r"(http://\S+)/v1 \(OpenAI's API\), (\S+) \(gRPC\)")
 
 
 @contextmanager
 def pdmesh_up(*options: str) -> Generator[tuple[str, str]]:
     """Run `pdmesh up` with these options; gives HTTP URL and gRPC address."""
-    command = [
-        sys.executable,
-        "-m",
-        "services.cli",
-        "up",
-        "--port",
-        "0",
-        "--prefill",
-        "1",
-        "--device",
-        "cpu",
-        # It is not alone: a thread for each core, and memory for each worker, is for who has them.
-        *("--threads", "1", "--kv-gib", "0.25"),
-    ]
-    up = subprocess.Popen(
-        [*command, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    try:
-        assert up.stdout is not None
-        limit = threading.Timer(START_WITHIN_S, up.terminate)
-        limit.start()
-        said: list[str] = []
-        for line in up.stdout:
-            said.append(line)
-            if found := _READY.search(line):
-                break
-        else:
-            pytest.fail("pdmesh up did not start:\n" + "".join(said))
-        limit.cancel()
-        reader = threading.Thread(target=up.stdout.read, daemon=True)  # or its pipe fills
-        reader.start()
+    # It is not alone: a thread for each core, and memory for each worker, is for who has them.
+    small = ("--device", "cpu", "--threads", "1", "--kv-gib", "0.25")
+    with kept_up("--port", "0", "--prefill", "1", *small, *options) as up:
+        found = _READY.search(up.out)
+        assert found is not None, up.out
         yield found[1], found[2]
-        up.terminate()
-        assert up.wait(60) == 0
-        reader.join(10)
-        up.stdout.close()
-    finally:
-        if up.poll() is None:
-            up.kill()
-            up.wait()
 
 
 @pytest.fixture(scope="session")

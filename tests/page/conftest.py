@@ -11,9 +11,6 @@ import importlib.util
 import os
 import re
 import shutil
-import subprocess
-import sys
-import threading
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +20,7 @@ import pytest
 import pytest_asyncio
 
 from services.gateway.front.auth import KeyRing
+from tests.support.command import Command, kept_up
 from tests.support.scripted_mesh import ScriptedMesh, http_gateway
 from tests.support.service_process import free_port
 
@@ -165,47 +163,20 @@ async def visit(browser: Any, serve: Any) -> AsyncIterator[Any]:
 
 @dataclass(frozen=True)
 class RunningUp:
-    """`pdmesh up` and what it says."""
+    """`pdmesh up`, and where it serves."""
 
     url: str
-    lines: list[str]
+    command: Command
 
     def gateway_pid(self) -> int:
         """The process of the gateway that runs now."""
-        found = [re.match(r"gateway +ready +pid (\d+)", line) for line in self.lines]
-        return [int(match[1]) for match in found if match][-1]
+        return int(re.findall(r"^gateway +ready +pid (\d+)", self.command.out, re.MULTILINE)[-1])
 
 
 @pytest.fixture(scope="module")
 def running_up() -> Iterator[RunningUp]:
     """`pdmesh up` with the bundled model: one prefill and two decode workers."""
     port = free_port()
-    command = [sys.executable, "-m", "services.cli", "up", "--port", str(port), "--decode", "2"]
-    command += ["--grpc-port", "0", "--num-blocks", "256", "--device", "cpu", "--threads", "1"]
-    up = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    lines: list[str] = []
-    is_ready = threading.Event()
-
-    def read() -> None:
-        assert up.stdout is not None
-        for line in up.stdout:
-            lines.append(line)
-            if line.startswith("ready: "):
-                is_ready.set()
-        is_ready.set()
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    try:
-        is_ready.wait(START_WITHIN_S)
-        assert any(line.startswith("ready: ") for line in lines), "".join(lines)
-        yield RunningUp(f"http://127.0.0.1:{port}", lines)
-    finally:
-        up.terminate()
-        try:
-            up.wait(60)
-        finally:
-            up.kill()
-            reader.join(10)
-            assert up.stdout is not None
-            up.stdout.close()
+    small = ("--grpc-port", "0", "--num-blocks", "256", "--device", "cpu", "--threads", "1")
+    with kept_up("--port", str(port), "--decode", "2", *small) as up:
+        yield RunningUp(f"http://127.0.0.1:{port}", up)

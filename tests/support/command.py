@@ -8,11 +8,14 @@ import os
 import re
 import signal
 import sys
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 120.0
+KEPT_S = 3600.0
 
 
 class Command:
@@ -112,6 +115,35 @@ async def pdmesh(
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
             await process.wait()
+
+
+@contextlib.contextmanager
+def kept_up(*arguments: str) -> Iterator[Command]:
+    """``pdmesh up`` for a fixture of several tests, each of which has a loop of its own: it is
+    ready, and must end well."""
+    started: Future[Command] = Future()
+    is_over = threading.Event()
+
+    async def run() -> None:
+        async with pdmesh("up", *arguments, limit_s=KEPT_S) as up:
+            try:
+                async with asyncio.timeout(LIMIT_S):
+                    await up.url()
+            except BaseException as error:
+                started.set_exception(error)
+                raise
+            started.set_result(up)
+            await asyncio.to_thread(is_over.wait)
+            up.process.terminate()
+            assert await up.ended() == 0
+
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(asyncio.run, run())
+        try:
+            yield started.result()
+        finally:
+            is_over.set()
+            running.result()
 
 
 async def run_pdmesh(*arguments: str) -> str:
