@@ -204,6 +204,8 @@ async def ask(
 
 def quantile(values: Sequence[float], share: float) -> float:
     """Nearest rank."""
+    if not values:  # a short answer's tokens may all come at once
+        return 0.0
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
