@@ -213,8 +213,8 @@ def unreachable(url: str, error: BaseException) -> CannotRun:
         return CannotRun(f"{url} hangs up: {hint}?")
     if isinstance(error, (aiohttp.ClientConnectorError, TimeoutError)):
         return CannotRun(
-            f"nothing answers at {url} ({_reason(error)}): start a mesh with `pdmesh up`, or say "
-            "where one runs with --url"
+            f"nothing answers at {url} ({_reason(error)}): start a mesh with `pdmesh up`, or "
+            "give the address of one that runs"
         )
     return CannotRun(f"{url} does not answer as a gateway does ({_reason(error)})")
 
