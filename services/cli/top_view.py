@@ -37,8 +37,8 @@ def frame(
     is_wide = width >= WIDE
     parts: list[RenderableType] = [_head(url, view, is_wide)]
     if trouble:
-        kept = "; what is below was before that" if view is not None else ""
-        parts.append(Text(f"{trouble}{kept}. Trying again …", style="bold red"))
+        kept = "What is below was before that. " if view is not None else ""
+        parts.append(Text(f"{trouble}\n{kept}Trying again …", style="bold red"))
     if view is not None:
         parts += [_traffic(view, is_wide), Rule("workers", align="left", style="dim")]
         parts += [_workers(view, width)]

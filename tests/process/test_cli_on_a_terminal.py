@@ -151,7 +151,7 @@ async def test_top_shows_the_mesh_and_survives_its_gateway(tmp_path: Path) -> No
             await top.shows("● ready(?s:.*)decode .*usable(?s:.*)sysv")
             assert not top.is_echoing()
             mesh.gateway.end(at_once=True)
-            await top.shows("nothing answers at .* what is below was before that")
+            await top.shows("nothing answers at (?s:.*)What is below was before that")
             await top.shows("● ready(?s:.*)decode .*usable", without="nothing answers")
             await leave(top, "q")
         async with on_a_terminal("top", "--url", url) as top:

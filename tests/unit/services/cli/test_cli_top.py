@@ -101,8 +101,9 @@ def test_a_mesh_without_anything_is_a_frame_too() -> None:
     text = "\n".join(drawn(nothing))
     assert "no model yet" in text
     assert "● not ready: no prefill worker has joined" in text
-    assert drawn(None, "nothing answers")[1] == "nothing answers. Trying again …"
-    assert "what is below was before that" in drawn(nothing, "nothing answers")[1]
+    assert drawn(None, "nothing answers")[1:3] == ["nothing answers", "Trying again …"]
+    kept = "What is below was before that. Trying again …"
+    assert drawn(nothing, "nothing answers")[1:3] == ["nothing answers", kept]
 
 
 def test_a_worker_that_has_left_keeps_its_transfers() -> None:
