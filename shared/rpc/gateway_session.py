@@ -61,8 +61,9 @@ class GatewaySession:
         self._max_outbox_bytes = MAX_OUTBOX_BYTES
         self._sizes: deque[int] = deque()
         self._outbox_bytes = 0
-        self._drained = asyncio.Event()
-        self._drained.set()
+        self.drained = asyncio.Event()
+        """Set while every queued event was given to the connection, or the session has ended."""
+        self.drained.set()
         self._stream: HeartbeatStream[Any, Any] = HeartbeatStream(
             stream,
             heartbeat=heartbeat,
@@ -79,7 +80,7 @@ class GatewaySession:
         # Before it is sent: one that leaves at once is taken off the books within the call.
         self._sizes.append(num_bytes)
         self._outbox_bytes += num_bytes
-        self._drained.clear()
+        self.drained.clear()
         self._stream.send(event)
         if self._outbox_bytes > self._max_outbox_bytes:
             self.close(WorkerLost(f"the gateway left {self._outbox_bytes} bytes of events unread"))
@@ -87,11 +88,7 @@ class GatewaySession:
     def close(self, error: MeshError) -> None:
         """End the session with this error. Returns at once; idempotent."""
         self._stream.close(error)
-        self._drained.set()
-
-    async def wait_drained(self) -> None:
-        """Wait until every queued event was given to the connection, or the session has ended."""
-        await self._drained.wait()
+        self.drained.set()
 
     async def run(self, door: GatewaySessions) -> MeshError:
         """Serve until the session is over; returns why."""
@@ -113,12 +110,12 @@ class GatewaySession:
         try:
             return await self._stream.run(on_message)
         finally:
-            self._drained.set()
+            self.drained.set()
 
     def _sent(self) -> None:
         self._outbox_bytes -= self._sizes.popleft()
         if not self._sizes:
-            self._drained.set()
+            self.drained.set()
 
     def __repr__(self) -> str:
         return f"<GatewaySession gateway={self.gateway:016x} {self._outbox_bytes} B unsent>"
@@ -174,7 +171,7 @@ class GatewaySessions(ABC):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 for session in list(self._sessions):
-                    await session.wait_drained()
+                    await session.drained.wait()
 
     async def _serve(self, stream: ServerStream[Any, Any]) -> None:
         """Serve one session until the gateway ends it, falls silent, breaks a rule, or does not

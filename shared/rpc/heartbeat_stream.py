@@ -168,14 +168,11 @@ class HeartbeatStream(Generic[Out, In]):
             self._has_mail.clear()
             while self._outbox:
                 message = self._outbox.popleft()
-                await self._send_next(message)
+                self._is_sending = True
+                await self._stream.send(message)
+                self._is_sending = False  # one that failed ends the stream: nothing may follow it
                 if message is not self._answer and message is not self._ask:
                     self._on_sent()
-
-    async def _send_next(self, message: Out) -> None:
-        self._is_sending = True
-        await self._stream.send(message)
-        self._is_sending = False  # one that failed ends the stream: nothing may follow it
 
     async def _read(self, on_message: Callable[[In], None]) -> None:
         while (message := await self._stream.receive()) is not None:

@@ -156,7 +156,6 @@ class ServerStream(Generic[Request, Reply]):
 
     @property
     def round_trip_s(self) -> float:
-        """See ``RawStream``."""
         return round_trip_s(self._raw._stream._transport)
 
     @property

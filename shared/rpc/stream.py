@@ -107,18 +107,22 @@ class ClientStream(Generic[Request, Reply]):
                 if stream.headers is None:
                     with interrupt:
                         await stream.recv_headers()
-                self._headers = _fields(stream.headers)
+                self._headers = dict(stream.headers or ())
             if "grpc-status" not in self._headers:  # else it failed before any message
                 message = await self._read(stream, interrupt)
             if message is None:
-                self._finish(_fields(stream.trailers) or self._headers)
+                self._finish(dict(stream.trailers or ()) or self._headers)
                 self._is_over = True
         except Exception as error:
             self._fail(error)
         return message
 
     async def _read(self, stream: Any, interrupt: _Interrupt) -> Reply | None:
-        _require_grpc(self._headers or {})
+        headers = self._headers or {}
+        if headers.get(":status") != "200":
+            raise RemoteProtocolError(f"the server answered HTTP {headers.get(':status')}")
+        if not headers.get("content-type", "").startswith("application/grpc"):
+            raise RemoteProtocolError("the server does not speak gRPC")
         if not stream.buffer._eof:
             try:
                 with interrupt:
@@ -161,7 +165,6 @@ class ClientStream(Generic[Request, Reply]):
 
     @property
     def round_trip_s(self) -> float:
-        """See ``RawStream``."""
         return round_trip_s(self._raw._stream._transport)
 
     def _require_running(self) -> None:
@@ -303,17 +306,6 @@ def _mapped() -> Generator[None]:
         # AttributeError: grpclib drops its transport when a connection closes. UnicodeError: the
         # host is no name at all.
         raise WorkerLost(f"the server cannot be reached: {error}") from error
-
-
-def _fields(headers: Any) -> dict[str, str]:
-    return dict(headers or ())
-
-
-def _require_grpc(headers: dict[str, str]) -> None:
-    if headers.get(":status") != "200":
-        raise RemoteProtocolError(f"the server answered HTTP {headers.get(':status')}")
-    if not headers.get("content-type", "").startswith("application/grpc"):
-        raise RemoteProtocolError("the server does not speak gRPC")
 
 
 def _told(trailers: dict[str, str]) -> MeshError | None:

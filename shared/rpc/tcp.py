@@ -97,7 +97,6 @@ class TcpNetwork:
         tls: ServerTls | None = None,
         is_known: IsKnown | None = None,
     ) -> AsyncGenerator[CallServer]:
-        """See Network."""
         calls = CallServer(handlers, limits=self._limits, is_known=is_known)
         listener = await listen_at(
             calls.protocol,
@@ -121,7 +120,6 @@ class TcpNetwork:
 
     @contextlib.asynccontextmanager
     async def channel(self, address: Address) -> AsyncGenerator[GuardedChannel]:
-        """See Network."""
         async with closing(GuardedChannel(address, self._limits, self._client_tls)) as channel:
             yield channel
 

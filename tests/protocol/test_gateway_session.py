@@ -98,7 +98,7 @@ async def test_an_event_is_on_its_way_when_send_returns(kind: Any) -> None:
         session.send(granted(3))
         assert session._outbox_bytes > WINDOW_BYTES
         events = [await stream.receive() for _ in range(5)]
-        await session.wait_drained()
+        await session.drained.wait()
         assert session._outbox_bytes == 0
         session.send(granted(4))
         assert session._outbox_bytes == 0
@@ -154,4 +154,4 @@ async def test_heartbeats_and_what_comes_after_the_end_wait_for_nobody() -> None
         session.close(WorkerLost("the test is over"))
         session.send(granted(1))
         assert session._outbox_bytes == 0
-        await session.wait_drained()
+        await session.drained.wait()
