@@ -88,7 +88,6 @@ def require_shareable_memory(environment: Mapping[str, str]) -> None:
 
 
 def enter_thread(device: torch.device) -> None:
-    """See ``Engine.enter_thread``."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         # Neither that nor an allocation is sure to call CUDA on a new thread: torch knows the

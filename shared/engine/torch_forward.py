@@ -46,14 +46,12 @@ class TorchForward:
 
     @property
     def weights(self) -> Iterable[torch.Tensor]:
-        """See Forward."""
         return self._decoder.weights
 
     @torch.inference_mode()
     def run(
         self, rows: Sequence[StepRow], samples: Sequence[int], on_layer: OnLayer | None
     ) -> Passed:
-        """See Forward."""
         hidden, lasts = self._hidden(rows, on_layer)
         if not samples:
             # No product and no kernel of nothing: not every launcher takes an empty grid.
@@ -69,7 +67,6 @@ class TorchForward:
     def prepare(
         self, rows: Sequence[StepRow], to_come: ToCome
     ) -> Callable[[Choose], Queued] | None:
-        """See Forward."""
         buckets = self.buckets
         filled = None if buckets is None else buckets.fill(rows, to_come)
         if buckets is None or filled is None:
@@ -107,5 +104,4 @@ class TorchForward:
         return hidden, lasts
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See Forward."""
         return self._decoder.logits(hidden)

@@ -22,13 +22,9 @@ _Work = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Any]", Callable[[], Any
 class OrderedWork(Protocol):
     """What does work in order, beside the loop: ``WorkThread``, or its twin for virtual time."""
 
-    def run(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        """See ``WorkThread``."""
-        ...
+    def run(self, work: Callable[[], T]) -> asyncio.Future[T]: ...
 
-    def end(self) -> None:
-        """See ``WorkThread``."""
-        ...
+    def end(self) -> None: ...
 
 
 class WorkThread:

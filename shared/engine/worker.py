@@ -145,7 +145,6 @@ class ThreadCompute:
         to_come: ToCome = (),
         on_layers_done: OnLayersDone | None = None,
     ) -> BegunStep:
-        """See ComputeRunner."""
         reports, on_layer = None, None
         if on_layers_done is not None:
             reports = _LayerReports(asyncio.get_running_loop(), self._num_layers, on_layers_done)
@@ -217,15 +216,12 @@ class ThreadCompute:
     async def step(
         self, rows: Sequence[StepRow], on_layers_done: OnLayersDone | None = None
     ) -> list[RowResult]:
-        """See ComputeRunner."""
         return await self.begin(rows, (), on_layers_done).results()
 
     async def copy(self, work: Callable[[], T]) -> T:
-        """See ComputeRunner."""
         return await self._copies.run(work)
 
     async def close(self) -> None:
-        """See ComputeRunner."""
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(None, self._steps.close)
         await loop.run_in_executor(None, self._copies.close)

@@ -89,7 +89,6 @@ class MeshNetwork:
             yield StampedChannel(channel, key)
 
     async def resolve(self, host: str, port: int) -> list[Address]:
-        """See Network."""
         return await self._network.resolve(host, port)
 
     # --- who dials --------------------------------------------------------------------------------

@@ -50,7 +50,6 @@ class ServiceNetwork:
                 raise explained from error
 
     async def resolve(self, host: str, port: int) -> list[Address]:
-        """See Network."""
         return await TcpNetwork().resolve(host, port)
 
     def _explained(

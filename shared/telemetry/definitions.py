@@ -51,7 +51,6 @@ class RequestOutcome:
 
     @property
     def tpot_s(self) -> float:
-        """See ``tpot``."""
         times = self.token_times
         return tpot(times[0], times[-1], len(times)) if times else 0.0
 

@@ -123,7 +123,6 @@ class DramArena:
         self._digests = [b""] * self.num_slots
 
     async def store(self, moves: Sequence[BlockMove], on_read: Callable[[], None]) -> bool:
-        """See ``Arena``."""
         await self._compute.copy(lambda: self._store(moves))
         on_read()
         return True

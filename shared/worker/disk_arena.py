@@ -157,11 +157,9 @@ class DiskArena:
 
     @property
     def rests_s(self) -> float:
-        """See ``Arena``."""
         return max(0.0, self._rests_until - asyncio.get_running_loop().time())
 
     async def store(self, moves: Sequence[BlockMove], on_read: Callable[[], None]) -> bool:
-        """See ``Arena``."""
         data = np.empty((len(moves), self._slot_bytes), np.uint8)
 
         def gather_all() -> None:
@@ -199,11 +197,9 @@ class DiskArena:
 
     @property
     def can_load(self) -> bool:
-        """See ``Arena``."""
         return not self._num_late
 
     async def load(self, moves: Sequence[BlockMove], until: float) -> BlocksLoaded:
-        """See ``Arena``."""
         data = np.empty((len(moves), self._slot_bytes), np.uint8)
         # Into memory of its own, not into blocks: a read that is late goes on writing.
         reading = self._reader.run(lambda: self._read(moves, data))

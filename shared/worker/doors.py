@@ -131,12 +131,10 @@ class SessionRequests:
         self.requests: dict[StreamId, Request] = {}
 
     def granted(self, stream_id: StreamId, *, cached_tokens: int, wait_s: float) -> None:
-        """See ``AskingGateway``."""
         granted = wire.Granted(stream_id=stream_id, cached_tokens=cached_tokens, wait_s=wait_s)
         self._session.send(wire.DecodeEvent(granted=granted))
 
     def joined(self, stream_id: StreamId, receive: HandOver, lane: str) -> None:
-        """See ``AskingGateway``."""
         joined = wire.Joined(
             stream_id=stream_id,
             bytes_received=receive.num_bytes,
@@ -147,7 +145,6 @@ class SessionRequests:
         self._session.send(wire.DecodeEvent(joined=joined))
 
     def first_token(self, stream_id: StreamId, token: NewToken, times: PromptTimes) -> None:
-        """See ``AskingGateway``."""
         message = codec.prefill_token_to_wire(stream_id, token, times)
         # Twice: alternatives are ids and logprobs, rows logprobs and counts, all of 4 bytes.
         num_bytes = EVENT_BYTES + 2 * len(message.top_ids)
@@ -157,7 +154,6 @@ class SessionRequests:
         self._session.send(self._event(**{name: message}), num_bytes)
 
     def step_tokens(self, tokens: Sequence[tuple[StreamId, NewToken]]) -> None:
-        """See ``AskingGateway``."""
         for part in _messages(tokens):
             step = codec.step_tokens_to_wire(part)
             num_bytes = EVENT_BYTES + _ROW_BYTES * len(part)
@@ -165,7 +161,6 @@ class SessionRequests:
             self._session.send(wire.DecodeEvent(tokens=step), num_bytes)
 
     def pushed(self, stream_id: StreamId, stats: PushStats) -> None:
-        """See ``AskingGateway``."""
         done = wire.PrefillDone(
             stream_id=stream_id,
             bytes_sent=stats.num_bytes,
@@ -177,13 +172,11 @@ class SessionRequests:
         self._session.send(wire.PrefillEvent(done=done))
 
     def failed(self, stream_id: StreamId, error: MeshError) -> None:
-        """See ``AskingGateway``."""
         kind = wire.PrefillFailed if self._is_prompt else wire.DecodeFailed
         failed = kind(stream_id=stream_id, error=codec.error_to_wire(error))
         self._session.send(self._event(failed=failed), EVENT_BYTES + len(error.message))
 
     def ended(self, stream_id: StreamId) -> None:
-        """See ``AskingGateway``."""
         self.requests.pop(stream_id, None)
 
 

@@ -41,12 +41,10 @@ class _Asker:
         self._cached_tokens = 0
 
     def granted(self, stream_id: StreamId, *, cached_tokens: int, wait_s: float) -> None:
-        """See ``AskingGateway``."""
         self._cached_tokens = cached_tokens
         self._ask()
 
     def joined(self, stream_id: StreamId, receive: HandOver, lane: str) -> None:
-        """See ``AskingGateway``."""
         self._on_end(max(0, receive.num_tokens - self._cached_tokens), receive.num_bytes)
 
     def failed(self, stream_id: StreamId, error: MeshError) -> None:
@@ -54,7 +52,6 @@ class _Asker:
         self._on_end(0, 0)
 
     def ended(self, stream_id: StreamId) -> None:
-        """See ``AskingGateway``."""
         self._on_end(0, 0)
 
     def first_token(self, stream_id: StreamId, token: NewToken, times: PromptTimes) -> None:
@@ -96,11 +93,9 @@ class PrefixFetches:
         )
 
     def begin(self, prompt: Request) -> None:
-        """See ``ComingPrefixes``."""
         self._core.begin(prompt, loop_time())
 
     def leave(self, prompt: Request) -> None:
-        """See ``ComingPrefixes``."""
         self._core.leave(prompt)
 
     def _start(self, fetch: PrefixFetch[Request]) -> None:

@@ -312,7 +312,6 @@ class Pusher:
         return handle
 
     def give_way(self, num_tokens: int, error: MeshError) -> None:
-        """See ``Senders.give_way``."""
         self.perform(self.core.give_way(num_tokens, error, loop_time()))
 
     def step_planned(self, spans: Sequence[PlannedSpan], compute_s: float) -> None:
@@ -355,11 +354,9 @@ class Pusher:
         self.perform(self.core.message(link.id, message, loop_time()))
 
     def is_using(self, link: PairLink) -> bool:
-        """See ``LinkUser``."""
         return self.core.is_using(link.id)
 
     def num_on(self, link: PairLink) -> int:
-        """See ``LinkSource``."""
         return self.core.num_on(link.id)
 
     def link_lost(self, link: PairLink, error: MeshError) -> None:

@@ -206,7 +206,6 @@ class KvReceiver:
 
     @property
     def windows(self) -> tuple[list[WindowOffer], object]:
-        """See ``LinkSink``."""
         return self._slots.offers, self._slots.memory
 
     def link_up(self, link: PairLink) -> None:
@@ -219,7 +218,6 @@ class KvReceiver:
         self._effects.perform(self.core.message(link.id, message, loop_time()))
 
     def is_using(self, link: PairLink) -> bool:
-        """See ``LinkUser``."""
         return self.core.is_using(link.id)
 
     def link_lost(self, link: PairLink, error: MeshError) -> None:

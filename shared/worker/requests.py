@@ -375,7 +375,6 @@ class Requests:
     # --- StepSink: the stepper's side ------------------------------------------------------------
 
     def admitted(self, sequences: Sequence[TokenSequence]) -> None:
-        """See ``StepSink``."""
         now = loop_time()
         for sequence in sequences:
             request = self._by_sequence[sequence]
@@ -414,7 +413,6 @@ class Requests:
     def step_done(
         self, tokens: Sequence[NewToken], pushes: Sequence[PushHandle], done: StepDone | None
     ) -> None:
-        """See ``StepSink``."""
         by_gateway: dict[int, tuple[AskingGateway, list[tuple[StreamId, NewToken]]]] = {}
         turns: list[tuple[Request, NewToken]] = []  # of which the token is the first or the last
         for token in tokens:  # before all else: a client waits for each
@@ -455,12 +453,10 @@ class Requests:
             request.push.commit(token.token_id)
 
     def sequences_failed(self, failures: Sequence[Failure]) -> None:
-        """See ``StepSink``."""
         for failure in failures:
             self._handle(self._by_sequence[failure.sequence], LifeEvent.FAILED, failure.error)
 
     def rests(self) -> None:
-        """See ``StepSink``."""
         self.reservations.rests()
 
     # --- ending ----------------------------------------------------------------------------------

@@ -173,7 +173,6 @@ class Reservations:
     # --- LeaseBook: the receiver's side ----------------------------------------------------------
 
     def attach(self, key: TransferKey, source: Incarnation) -> LeaseTerms | NoTermsYet:
-        """See ``LeaseBook``."""
         request = self._answers.get(key)
         if request is None:
             return NoTermsYet.NOT_RESERVED
@@ -190,11 +189,9 @@ class Reservations:
         )
 
     def source_lost(self, source: Incarnation, error: MeshError) -> None:
-        """See ``LeaseBook``."""
         self._perform_leases(self._leases.lose_source(source, error, now=loop_time()))
 
     def placed(self, receive: HandOver) -> None:
-        """See ``LeaseBook``."""
         request, first_token = self._answers[receive.key], receive.first_token
         lease = _lease_of(request)
         if lease.state is not LeaseState.OPEN:
@@ -242,18 +239,15 @@ class Reservations:
         self._on_change()
 
     def failed(self, key: TransferKey, error: MeshError) -> None:
-        """See ``LeaseBook``."""
         request = self._answers[key]
         # The receiver aborts by itself: the effect that would ask it to is dropped.
         self._leases.cancel(_lease_of(request), error, now=loop_time())
         self._handle(request, LifeEvent.FAILED, error)
 
     def quarantined(self, key: TransferKey) -> None:
-        """See ``LeaseBook``."""
         self._leases.begin_quarantine(_lease_of(self._answers[key]))
 
     def release(self, key: TransferKey) -> None:
-        """See ``LeaseBook``."""
         request = self._answers[key]
         effects = self._leases.settled(_lease_of(request), now=loop_time())
         self._handle(request, LifeEvent.SETTLED, None)

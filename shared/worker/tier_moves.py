@@ -78,7 +78,6 @@ class _Level:
             self._journal.removed(key_of(key), self.arena.tier)
 
     def idle(self, block: int) -> None:
-        """See ``WriteBehind``."""
         self.queue.idle(block)
         self.wake.set()
 
@@ -226,7 +225,6 @@ class TierMoves:
     # --- up --------------------------------------------------------------------------------------
 
     def begin(self, prompt: Request) -> None:
-        """See ``PrefixWays``."""
         if not self._begin(prompt) and self._others is not None:
             self._others.begin(prompt)
 

@@ -131,7 +131,6 @@ class Teller:
 
     @property
     def is_within_call(self) -> bool:
-        """See ``ToolParser``."""
         return self._parser.is_within_call
 
     def runs_calls(self, reason: FinishReason) -> bool:

@@ -173,12 +173,10 @@ class Membership:
             )
 
     def pair_failed(self, prefill: Incarnation, decode: Incarnation) -> None:
-        """See ``PeerTable``."""
         if self.table.pair_failed(prefill, decode):
             self.usability.tell()
 
     def drains(self, incarnation: Incarnation) -> None:
-        """See ``PeerTable``."""
         if self.table.drains(incarnation):
             self.usability.tell()
 

@@ -73,7 +73,6 @@ class DeviceCopies:
         self._device = pools[0][0].device
 
     def gather(self, slots: np.ndarray, first_layer: int, last_layer: int, out: Any) -> None:
-        """See HostCopies."""
         at = to_device(slots, self._device)
         frame = self._frame(_as_bytes(out), len(slots), last_layer - first_layer)
         for parts, pools in zip(frame, self._layers[first_layer:last_layer], strict=True):
@@ -84,7 +83,6 @@ class DeviceCopies:
                     part.copy_(pool.index_select(0, at))
 
     def scatter(self, slots: np.ndarray, first_layer: int, last_layer: int, data: Any) -> None:
-        """See HostCopies."""
         at = to_device(slots, self._device)
         frame = self._frame(_as_bytes(data, is_source=True), len(slots), last_layer - first_layer)
         for parts, pools in zip(frame, self._layers[first_layer:last_layer], strict=True):

@@ -74,7 +74,6 @@ class HostPools:
             it.pool[_index(it, blocks, offsets)] = wire
 
     def arrays(self) -> list[np.ndarray]:
-        """See ``Engine.pool_arrays``."""
         return [pool.view(torch.uint8).numpy() for pool in self._pools]
 
     def _each(
@@ -109,7 +108,6 @@ class DevicePools:
     def gather(
         self, blocks: np.ndarray, offsets: np.ndarray, first_layer: int, last_layer: int, out: Any
     ) -> None:
-        """See HostPools."""
         at = self._places(blocks, offsets)
         for wire, it in self._each(first_layer, last_layer, len(blocks), out):
             wire.copy_(it.pool[at[0], :, at[1]])
@@ -117,13 +115,11 @@ class DevicePools:
     def scatter(
         self, blocks: np.ndarray, offsets: np.ndarray, first_layer: int, last_layer: int, data: Any
     ) -> None:
-        """See HostPools."""
         at = self._places(blocks, offsets)
         for wire, it in self._each(first_layer, last_layer, len(blocks), data):
             it.pool[at[0], :, at[1]] = wire.to(it.pool.device)  # one of a tier is the host's
 
     def arrays(self) -> list[np.ndarray]:
-        """See HostPools."""
         return []
 
     def _places(self, blocks: np.ndarray, offsets: np.ndarray) -> list[torch.Tensor]:
