@@ -16,12 +16,9 @@ from __future__ import annotations
 
 import hashlib
 import struct
-import sys
 from array import array
 from collections.abc import Sequence
 from typing import Any
-
-_U32 = next(code for code in "IL" if array(code).itemsize == 4)
 
 UNIT = 128
 """Prefixes whose length is a multiple of it are told to gateways. At 64 a long prompt takes twice
@@ -40,10 +37,7 @@ def root_hash(model_key: bytes, salt: bytes) -> bytes:
 
 def column_of(tokens: Sequence[int]) -> bytes:
     """Return token ids as they are hashed: little-endian u32."""
-    column = array(_U32, tokens)
-    if sys.byteorder == "big":
-        column.byteswap()
-    return column.tobytes()
+    return array("I", tokens).tobytes()
 
 
 def prefix_hashes(root: bytes, column: bytes, every: int = UNIT) -> list[bytes]:

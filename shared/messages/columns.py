@@ -2,32 +2,26 @@
 
 One C loop per column instead of one Python object per number: that is what keeps the message
 library off the token path (docs/adr/0002-messages.md). Packing raises LocalProtocolError for values
-that do not fit; unpacking raises RemoteProtocolError for lengths that do not.
+that do not fit; unpacking raises RemoteProtocolError for lengths that do not. Values lie as in this
+machine's memory: whoever serves is little-endian, and KV crosses as it lies there, too.
 """
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from shared.errors import LocalProtocolError, RemoteProtocolError
 
-_BIG_ENDIAN = sys.byteorder == "big"
-_U32 = "I" if array("I").itemsize == 4 else "L"
-
 
 def _pack(typecode: str, values: Iterable[int] | Iterable[float]) -> bytes:
     if not values:  # an empty list, as most columns of an order are
         return b""
     try:
-        column: array[Any] = array(typecode, values)
+        return array(typecode, values).tobytes()
     except (OverflowError, TypeError) as error:
         raise LocalProtocolError(f"a value does not fit into a column: {error}") from error
-    if _BIG_ENDIAN:
-        column.byteswap()
-    return column.tobytes()
 
 
 def _unpack(typecode: str, data: bytes, count: int | None, name: str) -> Any:
@@ -38,8 +32,6 @@ def _unpack(typecode: str, data: bytes, count: int | None, name: str) -> Any:
         raise _wrong_length(data, count, column.itemsize, name) from None
     if count is not None and len(column) != count:
         raise _wrong_length(data, count, column.itemsize, name)
-    if _BIG_ENDIAN:
-        column.byteswap()
     return column
 
 
@@ -53,12 +45,12 @@ def _wrong_length(
 
 def pack_u32(values: Iterable[int]) -> bytes:
     """Pack values of [0, 2^32)."""
-    return _pack(_U32, values)
+    return _pack("I", values)
 
 
 def unpack_u32(data: bytes, *, count: int | None = None, name: str = "") -> Sequence[int]:
     """Unpack to a read-only-by-convention ``array``; count: the number of values it must hold."""
-    return _unpack(_U32, data, count, name)
+    return _unpack("I", data, count, name)
 
 
 def pack_u64(values: Iterable[int]) -> bytes:
@@ -67,7 +59,7 @@ def pack_u64(values: Iterable[int]) -> bytes:
 
 
 def unpack_u64(data: bytes, *, count: int | None = None, name: str = "") -> Sequence[int]:
-    """Unpack u64 values; count: the number of values it must hold."""
+    """Unpack u64 values."""
     return _unpack("Q", data, count, name)
 
 
@@ -90,7 +82,7 @@ def pack_u8(values: Iterable[int]) -> bytes:
 
 
 def unpack_u8(data: bytes, *, count: int | None = None, name: str = "") -> Sequence[int]:
-    """Unpack u8 values; count: the number of values it must hold."""
+    """Unpack u8 values."""
     if count is not None and len(data) != count:
         raise _wrong_length(data, count, 1, name)
     return data

@@ -117,18 +117,14 @@ def agree(it: PairIdentity, theirs: wire.PairHello | None) -> PairTerms:
 
 def finding_of(canary: wire.Canary) -> LaneFinding:
     """What the source knows of the lane. Raises RemoteProtocolError."""
-    return LaneFinding(_lane(canary.lane), Certainty(min(canary.certainty, max(Certainty))))
+    return LaneFinding(lane_of(canary), Certainty(min(canary.certainty, max(Certainty))))
 
 
-def lane_of(result: wire.CanaryResult) -> str:
-    """What both ends call the lane from now on. Raises RemoteProtocolError."""
-    return _lane(result.lane)
-
-
-def _lane(name: str) -> str:
-    if not is_well_formed(name):
+def lane_of(message: wire.Canary | wire.CanaryResult) -> str:
+    """What both ends call the lane. Raises RemoteProtocolError."""
+    if not is_well_formed(message.lane):
         raise RemoteProtocolError("the peer's lane has no name that may be one")
-    return name
+    return message.lane
 
 
 # --- source -> sink, sink -> source -------------------------------------------------------------

@@ -53,6 +53,9 @@ from shared.transfer.receiver import Receiver
 MAX_ENDED = 4096
 """Reservations that ended before their open came, and are remembered to refuse it."""
 
+MAX_WAITING = 4096
+"""Opens that wait for their terms."""
+
 _TAG_RANGES = 1 << 44  # ranges of MAX_FRAMES tags in 64 bits
 
 
@@ -101,15 +104,13 @@ class Receivers:
         tags: TagRanges,
         random_bytes: RandomBytes,
         window: int = 8,
-        max_waiting: int = 4096,
         timing: ReceiverTiming | None = None,
     ) -> None:
-        """window: most slots of one transfer. max_waiting: most opens that wait for their terms."""
+        """window: most slots of one transfer."""
         if num_slots < 1 or window < 1:
             raise LocalProtocolError("a sink needs at least one staging slot")
         self._num_slots = num_slots
         self._window = window
-        self._max_waiting = max_waiting
         self._timing = timing or ReceiverTiming()
         self._tags = tags
         self._random_bytes = random_bytes
@@ -310,7 +311,8 @@ class Receivers:
 
     def statistics(self) -> ReceiverStatistics:
         """Counts for metrics and tests."""
-        settling = [r for r in self._receivers.values() if not _is_live(r)]
+        ends_badly = ReceiverState.ABORTING, ReceiverState.QUARANTINED
+        settling = [r for r in self._receivers.values() if r.state in ends_badly]
         return ReceiverStatistics(
             num_waiting=len(self._waiting),
             num_live=len(self._receivers) - len(settling),
@@ -344,7 +346,7 @@ class Receivers:
             self._effects.append(SendReply(link, Refused(key, error)))
         elif (ended := self._ended.pop(key, None)) is not None:
             self._effects.append(SendReply(link, Refused(key, ended)))
-        elif len(self._waiting) >= self._max_waiting:
+        elif len(self._waiting) >= MAX_WAITING:
             error = Overloaded("too many transfers wait for a reservation", code="too_many_opens")
             self._effects.append(SendReply(link, Refused(key, error)))
         else:
@@ -390,7 +392,3 @@ class Receivers:
         # The list itself stays: all receivers append to it.
         effects, self._effects[:] = list(self._effects), []
         return effects
-
-
-def _is_live(receiver: Receiver) -> bool:
-    return receiver.state not in (ReceiverState.ABORTING, ReceiverState.QUARANTINED)

@@ -127,11 +127,6 @@ class Sender:
         return self._machine.is_over
 
     @property
-    def num_frames(self) -> int:
-        """Frames known so far; all of them once the transfer is committed."""
-        return len(self._frames)
-
-    @property
     def pending_bytes(self) -> int:
         """Of the frames known so far, those that are not acknowledged."""
         return sum(frame.num_bytes for frame in self._frames[self._acked :])

@@ -36,7 +36,6 @@ from shared.transfer.effects import (
     PostReceive,
     QuarantineLease,
     ReceiverEffect,
-    ReceiverTiming,
     ReleaseLease,
     ReportFailure,
     SendReply,
@@ -132,13 +131,8 @@ class KvReceiver:
         random_bytes: RandomBytes,
         num_slots: int = 16,
         max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES,
-        window: int = 8,
-        timing: ReceiverTiming | None = None,
     ) -> None:
-        """``open`` allocates ``num_slots`` staging slots of ``max_frame_bytes`` (slots.py).
-
-        window: most slots of one transfer.
-        """
+        """``open`` allocates ``num_slots`` staging slots of ``max_frame_bytes`` (slots.py)."""
         self._engine = engine
         self._compute = compute
         self._transport = transport
@@ -147,13 +141,7 @@ class KvReceiver:
             engine, compute, transport, num_slots, max_frame_bytes, random_bytes
         )
         self.tags = TagRanges(random_bytes)
-        self.core = Receivers(
-            num_slots=num_slots,
-            tags=self.tags,
-            random_bytes=random_bytes,
-            window=window,
-            timing=timing,
-        )
+        self.core = Receivers(num_slots=num_slots, tags=self.tags, random_bytes=random_bytes)
         self._links: dict[LinkId, PairLink] = {}
         self._block_tables: dict[TransferKey, Sequence[int]] = {}
         self._receives: dict[tuple[TransferKey, int], Operation] = {}

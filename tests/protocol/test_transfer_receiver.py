@@ -20,6 +20,7 @@ from shared.errors import (
 )
 from shared.ids import Incarnation, LeaseToken, RequestId, TransferId
 from shared.kv.layout import KvLayout
+from shared.transfer import receivers
 from shared.transfer.effects import (
     AskTerms,
     CancelReceive,
@@ -239,9 +240,10 @@ def test_an_open_whose_reservation_is_gone_has_five_seconds_again():
     assert kinds(end.later(0.1)) == ["Refused"]
 
 
-def test_opens_that_wait_are_bounded():
+def test_opens_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch):
     """A peer cannot fill the memory with transfers that nobody reserves for."""
-    end = End(max_waiting=1)
+    monkeypatch.setattr(receivers, "MAX_WAITING", 1)
+    end = End()
     end.open()
     (effect,) = end.open(OTHER)
     assert isinstance(effect.message.error, Overloaded)
