@@ -45,8 +45,11 @@ def load_engine(config: WorkerConfig, begins: Callable[[str], None] = lambda _: 
     device is missing or too small.
     """
     folder = resolve_model(config.model)
+    files = ModelFolder(folder)
+    if files.file("tokenizer.json") is not None:  # else every answer to a grammar would fail
+        files.read_tokenizer()
     if config.engine == "fake":
-        return _fake(config, ModelFolder(folder))
+        return _fake(config, files)
     if config.engine == "vllm":
         return _vllm(config, folder, begins)
     if is_reference(config.engine):
@@ -57,7 +60,7 @@ def load_engine(config: WorkerConfig, begins: Callable[[str], None] = lambda _: 
     from shared.engine.native import library
     from shared.engine.torch_engine import TorchEngine
 
-    if kernels := _kernels_to_compile(config, ModelFolder(folder)):
+    if kernels := _kernels_to_compile(config, files):
         begins("compiling kernels, once for this machine")
         numbers, named = kernels
         with suppress(Unavailable):  # the engine says why it does without

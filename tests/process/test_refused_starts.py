@@ -6,11 +6,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
+from shared.model_folder import DEMO_FOLDER
 from shared.runtime.service import EXIT_BAD_CONFIG, EXIT_FAILED
 from tests.support.process_mesh import (
     ROLES,
@@ -46,6 +48,9 @@ async def require_refused(process: ServiceProcess, code: int, *words: str) -> No
         ("prefill", {"model": "/no/such/folder"}, EXIT_FAILED, "no model folder"),
         ("gateway", {"model": "{empty}"}, EXIT_FAILED, "config.json"),
         ("decode", {"model": "{empty}"}, EXIT_FAILED, "config.json"),
+        ("gateway", {"model": "{damaged}"}, EXIT_FAILED, "is not a tokenizer"),
+        ("prefill", {"model": "{damaged}"}, EXIT_FAILED, "is not a tokenizer"),
+        ("decode", {"model": "{damaged}", "engine": "torch"}, EXIT_FAILED, "is not a tokenizer"),
         ("gateway", {"max_running": "many"}, EXIT_BAD_CONFIG, "PDMESH_MAX_RUNNING"),
         ("gateway", {"api_keys": "/no/such/file"}, EXIT_BAD_CONFIG, "/no/such/file"),
         ("decode", {"gateway": "nowhere:x"}, EXIT_BAD_CONFIG, "gateway"),
@@ -63,11 +68,17 @@ async def test_what_keeps_a_process_from_starting_is_one_line_and_an_exit_code(
     tmp_path: Path, role: str, settings: dict[str, str], code: int, words: str
 ) -> None:
     """No traceback for what the operator can mend."""
+    empty, damaged = tmp_path / "empty", tmp_path / "damaged"
+    empty.mkdir()
+    shutil.copytree(DEMO_FOLDER, damaged)
+    (damaged / "tokenizer.json").write_bytes((DEMO_FOLDER / "tokenizer.json").read_bytes()[:5000])
     async with process_mesh() as mesh, a_port_in_use() as port:
         mesh.gateway_names.append("127.0.0.1:9")
         with mesh.explained():
             known = {"http_port": 0, "grpc_port": 0, "mesh_port": 0} if role == "gateway" else {}
-            given = {k: v.format(empty=tmp_path, port=port) for k, v in settings.items()}
+            given = {
+                k: v.format(empty=empty, damaged=damaged, port=port) for k, v in settings.items()
+            }
             process = await mesh.start(role, **{**known, **given})
             await require_refused(process, code, words)
 

@@ -27,7 +27,7 @@ from services.gateway.text.detokenizer import (
 from services.gateway.text.grammars import Grammars
 from services.gateway.text.template_process import ClientTemplates
 from services.gateway.text.turn_cache import TurnCache
-from shared.errors import InvalidRequest, ModelError, Overloaded
+from shared.errors import InvalidRequest, Overloaded
 from shared.model_folder import ModelFolder, SpecialTokens
 from shared.request import SamplingParams
 
@@ -109,14 +109,11 @@ class TextModel:
 
         Raises ModelError: no or malformed tokenizer.json, or a malformed chat template.
         """
-        path = folder.tokenizer_path
-        try:
-            tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises a bare Exception
-            raise ModelError(f"{path} is not a tokenizer: {error}") from error
         source, special_tokens = template or folder.chat_template, folder.special_tokens
         chat_template = None if source is None else ChatTemplate(source, special_tokens)
-        return cls(tokenizer, chat_template, special_tokens, max_offloaded=max_offloaded)
+        return cls(
+            folder.read_tokenizer(), chat_template, special_tokens, max_offloaded=max_offloaded
+        )
 
     def close(self) -> None:
         """Stop the threads; a text in progress is finished first."""
