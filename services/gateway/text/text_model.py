@@ -37,6 +37,10 @@ INLINE_CHARS = 4096
 MAX_OFFLOADED = 256
 """Large texts that may wait for a thread, unless it is said otherwise; more are refused."""
 
+LARGE_CHARS = 256 << 10
+"""Larger ones are tokenized one at a time: the library takes up to 280 times a text's bytes, of
+4 MiB more than 1 GB."""
+
 _NUM_THREADS = 2
 _MARK = re.compile(r"<[\w/|-]+>", re.ASCII)
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -98,6 +102,7 @@ class TextModel:
         self.grammars.marks = _marks(tokenizer)
         self._turns = TurnCache(tokenizer, self.template or "")
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenize")
+        self._large = ThreadPoolExecutor(1, thread_name_prefix="tokenize-large")
         self._num_offloaded = 0
         self._max_offloaded = max_offloaded
 
@@ -118,6 +123,7 @@ class TextModel:
     def close(self) -> None:
         """Stop the threads; a text in progress is finished first."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._large.shutdown(wait=False, cancel_futures=True)
         self.grammars.close()
         self._client_templates.close()
 
@@ -262,8 +268,9 @@ class TextModel:
         if self._num_offloaded >= self._max_offloaded:
             raise Overloaded("too many long prompts are being tokenized", retry_after_s=1.0)
         self._num_offloaded += 1
+        threads = self._large if size > LARGE_CHARS else self._threads
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, run)
+            return await asyncio.get_running_loop().run_in_executor(threads, run)
         finally:
             self._num_offloaded -= 1
 

@@ -33,7 +33,7 @@ from services.gateway.text.detokenizer import (
     StreamDetokenizer,
     WholeTexts,
 )
-from services.gateway.text.text_model import INLINE_CHARS, TextModel, byte_alphabet
+from services.gateway.text.text_model import INLINE_CHARS, LARGE_CHARS, TextModel, byte_alphabet
 from shared.config import GatewayConfig
 from shared.errors import InvalidRequest, ModelError, Overloaded
 from shared.model_folder import DEMO_FOLDER, ModelFolder, SpecialTokens, read_template
@@ -495,6 +495,28 @@ async def test_a_long_text_is_tokenized_on_a_thread_with_the_same_result() -> No
     wanted = TOKENIZER.encode(text, add_special_tokens=False).ids
     assert await model.encode(text, add_special_tokens=False) == wanted
     assert await model.decode(wanted) == text
+    model.close()
+
+
+async def test_very_long_texts_are_tokenized_one_at_a_time_and_hold_up_no_others() -> None:
+    """Two of 4 MiB at once took more memory than a container has."""
+    model = tiny_text_model()
+    num_running, most, may_end = 0, 0, threading.Event()
+
+    def large() -> None:
+        nonlocal num_running, most
+        num_running += 1
+        most = max(most, num_running)
+        assert may_end.wait(10)
+        num_running -= 1
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(3):
+            tasks.create_task(model.offload(large, LARGE_CHARS + 1))
+        for _ in range(3):
+            assert await model.offload(lambda: "short", LARGE_CHARS) == "short"
+        may_end.set()
+    assert most == 1
     model.close()
 
 
