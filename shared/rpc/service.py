@@ -57,6 +57,13 @@ FIRST_MESSAGE_S = 30.0
 DEADLINE_KEY = "pdmesh-deadline-at"
 """Metadata key under which the server hands a call's deadline, in its own loop time, to it."""
 
+_TAKES_PLAIN_ONLY = (
+    (":status", "200"),
+    ("content-type", "application/grpc+proto"),
+    ("grpc-accept-encoding", "identity"),
+)
+"""The head of the answer to a compressed message."""
+
 _CALLER_GONE = (H2Error, StreamTerminatedError, OSError)
 
 
@@ -174,6 +181,11 @@ class ServerStream(Generic[Request, Reply]):
             status, message = row_of(error).grpc, status_message(error)
             trailers[ERROR_TRAILER] = error_to_json(error)
         try:
+            if error is not None and error.code == "compressed":
+                status = Status.UNIMPLEMENTED  # gRPC's word for it, by which clients do without
+                if not raw._send_initial_metadata_done:  # grpclib takes no such name
+                    await raw._stream.send_headers(_TAKES_PLAIN_ONLY)
+                    raw._send_initial_metadata_done = True
             await raw.send_trailing_metadata(
                 status=status, status_message=message, metadata=trailers
             )

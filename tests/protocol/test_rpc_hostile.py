@@ -75,7 +75,6 @@ async def test_oversized_message_to_a_standard_service_is_refused(server: CallSe
 @pytest.mark.parametrize(
     "data",
     [
-        pytest.param(b"\1" + framed(b"")[1:], id="compressed"),
         pytest.param(b"\0\0", id="cut prefix"),
         pytest.param(b"\0\0\0\0\x09abc", id="cut message"),
         pytest.param(b"", id="no message"),
@@ -91,6 +90,19 @@ async def test_damaged_message_is_an_invalid_argument(server: CallServer, data: 
     async with raw_client(server.address) as client:
         found = await client.call(client.headers(TOKENIZE.path), data)
     assert found["grpc-status"] == INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("path", [TOKENIZE.path, GENERATE.path])
+async def test_a_compressed_message_is_unimplemented_and_the_answer_says_what_is_taken(
+    server: CallServer, path: str
+) -> None:
+    """As gRPC's specification wants it, by which a client knows that it is to compress nothing."""
+    async with raw_client(server.address) as client:
+        headers = [*client.headers(path), ("grpc-encoding", "snappy")]
+        found = await client.call(headers, b"\1" + framed(b"abc")[1:])
+    assert found["grpc-status"] == UNIMPLEMENTED
+    assert found["grpc-accept-encoding"] == "identity"
+    assert '"compressed"' in found["pdmesh-error"]
 
 
 async def test_fuzzed_messages_never_reach_our_bugs(server: CallServer) -> None:
