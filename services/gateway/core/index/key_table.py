@@ -54,20 +54,17 @@ class KeyTable:
     def __len__(self) -> int:
         return self._count
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory in use; a key in the dict costs about 120."""
-        return self._num_rows * ROW_BYTES + 120 * len(self._crowded)
+    def num_bytes(self, more: float = 0) -> int:
+        """Memory in use, or that will be with so many keys more; a key in the dict costs about
+        120."""
+        count = self._count + int(more)
+        num_rows = max(self._num_rows, min(_rows_for(count), len(self._keys)))
+        return num_rows * ROW_BYTES + 120 * max(len(self._crowded), _most_crowded(count))
 
     @property
     def room(self) -> int:
         """How many more keys are taken."""
         return int(len(self._keys) * SLOTS * LOAD) - self._count
-
-    @property
-    def spare(self) -> int:
-        """How many more keys are taken without another row."""
-        return min(self.room, int(self._num_rows * SLOTS * LOAD) - self._count)
 
     def _rows_of(self, keys: Keys) -> Places:
         """Return the two rows of each key: by its lower half, and by its upper half."""
@@ -173,7 +170,7 @@ class KeyTable:
         return order[~fits]
 
     def _grow(self) -> None:
-        wanted = min(int(self._count / (SLOTS * LOAD)) + 1, len(self._keys))
+        wanted = min(_rows_for(self._count), len(self._keys))
         while self._num_rows < wanted:
             first = self._num_rows - self._base
             num = min(wanted - self._num_rows, self._base - first)
@@ -181,7 +178,7 @@ class KeyTable:
             self._num_rows += num
             if self._num_rows == 2 * self._base:
                 self._base *= 2
-            if len(self._crowded) > MOST_CROWDED + self._count // 512:
+            if len(self._crowded) > _most_crowded(self._count):
                 crowded, self._crowded = self._crowded, {}
                 self._add(
                     np.array(list(crowded), np.uint64), np.array(list(crowded.values()), np.int32)
@@ -215,3 +212,11 @@ class KeyTable:
         gone = [self._crowded.pop(key) for key in crowded]
         self._count -= len(found) + len(gone)
         return np.concatenate([found, np.array(gone, np.int32)])
+
+
+def _rows_for(num_keys: int) -> int:
+    return int(num_keys / (SLOTS * LOAD)) + 1
+
+
+def _most_crowded(num_keys: int) -> int:
+    return MOST_CROWDED + num_keys // 512

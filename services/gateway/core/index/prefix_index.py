@@ -55,6 +55,10 @@ EXPECTED_PROMPTS, EXPECTED_GRANULES = 1 << 12, 1 << 17
 forgotten."""
 
 
+class _NoRoom(Exception):
+    """What a worker tells would take more memory than there is."""
+
+
 class _Known:
     """What the index has of one worker."""
 
@@ -104,13 +108,23 @@ class PrefixIndex:
     @property
     def num_bytes(self) -> int:
         """Memory of the table and of the holdings."""
-        return self._table.num_bytes + self._bits.nbytes + HOLDING_BYTES * len(self._references)
+        return self._num_bytes(0, 0)
 
-    def _has_room(self, num_keys: float) -> bool:
+    def _num_bytes(self, num_keys: float, num_holdings: int) -> int:
+        """Memory, or what it will be with so many keys and holdings more."""
+        num = len(self._references) + max(0, num_holdings - len(self._free))
+        rows = self._bits.shape[1]
+        bits = self._bits.nbytes // rows * max(rows, num)
+        return self._table.num_bytes(num_keys) + bits + HOLDING_BYTES * num
+
+    def _has_room_for(self, num_keys: float) -> bool:
+        """Whether they fit wherever they lie: each holding may become two by them."""
+        return self._has_room(num_keys, min(int(num_keys), len(self._references)))
+
+    def _has_room(self, num_keys: float, num_holdings: int) -> bool:
         """Memory is never given back, but what was taken before is free to be used again."""
-        if self.num_bytes > self._max_bytes:
-            return bool(self._free) and num_keys <= self._table.spare
-        return num_keys <= self._table.room
+        most = max(self._max_bytes, self.num_bytes)
+        return num_keys <= self._table.room and self._num_bytes(num_keys, num_holdings) <= most
 
     def state(self, place: int) -> Indexed:
         """Return how far a worker is known."""
@@ -159,7 +173,7 @@ class PrefixIndex:
         if known is None:
             return False
         self._sweep()
-        if known.state is Indexed.LEFT_OUT and self._has_room(
+        if known.state is Indexed.LEFT_OUT and self._has_room_for(
             ROOM * sum(it.num_keys for it in changes.tiers)
         ):
             self.asked(place)
@@ -177,12 +191,13 @@ class PrefixIndex:
             for keys, adds in ((change.stored, True), (change.removed, False)):
                 if not len(keys):
                     continue
-                while adds and self._dead and not self._has_room(len(keys)):
+                while self._dead and not self._has_room_for(adds * len(keys)):
                     self._sweep()  # before one is left out for what another has left behind
-                if adds and not self._has_room(len(keys)):
+                try:
+                    self._change(known, tier, place, keys, adds=adds)
+                except _NoRoom:
                     self._give_up(place, Indexed.LEFT_OUT)
                     return False
-                self._change(known, tier, place, keys, adds=adds)
         if not changes.is_whole:
             return False
         if [(it.num_keys, it.digest) for it in changes.tiers] == [
@@ -201,7 +216,9 @@ class PrefixIndex:
     def _change(
         self, known: _Known, tier: Tier, place: int, keys: Sequence[int], *, adds: bool
     ) -> None:
-        """Change who holds these keys; of each tier what was true before stays uncounted."""
+        """Change who holds these keys; of each tier what was true before stays uncounted.
+
+        Raises _NoRoom: there is none, and nothing has changed."""
         column = np.unique(np.array(keys, np.uint64))
         if not column[0]:  # in the table it would be every free slot
             raise RemoteProtocolError("no granule is called 0", param="kv")
@@ -211,6 +228,11 @@ class PrefixIndex:
         def after(before: Numbers) -> Numbers:
             numbers, found = np.empty_like(before), np.unique_counts(before)
             of_each: list[int] = found.values.tolist()
+            num_keys = int(np.count_nonzero(before == 0)) if adds else 0
+            if not self._has_room(num_keys, len(of_each)) and not self._has_room(
+                num_keys, self._num_new(of_each, tier, place, adds=adds)
+            ):
+                raise _NoRoom
             for number, times in zip(of_each, found.counts.tolist(), strict=True):
                 is_it = before == number
                 changes = bool(self._bits[tier, number, word] & bit) is not adds
@@ -223,19 +245,31 @@ class PrefixIndex:
         known.counts[tier] += len(flipped) if adds else -len(flipped)
         known.digests[tier] ^= int(np.bitwise_xor.reduce(flipped)) if len(flipped) else 0
 
-    def _moved(self, number: int, tier: Tier, place: int, times: int) -> int:
-        """Return the holding into which so many entries of another one move: the same but for
-        whether this place is in it."""
+    def _num_new(self, numbers: Sequence[int], tier: Tier, place: int, *, adds: bool) -> int:
+        """Return how many holdings there must be more for these to be changed so."""
+        word, bit = _bit_of(place)
+        changing = [it for it in numbers if bool(self._bits[tier, it, word] & bit) is not adds]
+        names = (_name_of(self._flipped(number, tier, place)) for number in changing)
+        return sum(name not in self._number_of for name in names)
+
+    def _flipped(self, number: int, tier: Tier, place: int) -> Bits:
+        """Return a holding's bits, but for whether this place is in it."""
         word, bit = _bit_of(place)
         bits = self._bits[:, number].copy()
         bits[tier, word] ^= bit
+        return bits
+
+    def _moved(self, number: int, tier: Tier, place: int, times: int) -> int:
+        """Return the holding into which so many entries of another one move: see ``_flipped``."""
+        bits = self._flipped(number, tier, place)
         new = self._number_of.get(row := _name_of(bits))
         if new is None:
             new = self._free.pop() if self._free else len(self._references)
             if new == len(self._references):
                 self._references.append(0)
             if new == self._bits.shape[1]:
-                more = np.zeros_like(self._bits[:, ::4])
+                room = (self._max_bytes - self.num_bytes) // (self._bits.nbytes // new)
+                more = np.zeros_like(self._bits[:, : max(1, min(new // 4, room))])
                 self._bits = np.concatenate([self._bits, more], axis=1)
             self._bits[:, new], self._number_of[row] = bits, new
             (self._below.add if bits[Tier.HBM + 1 :].any() else self._below.discard)(new)
