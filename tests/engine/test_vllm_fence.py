@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from shared.engine.vllm.pools import HostPools
-from tests.protocol.test_transfer_shells import SLOW_WIRE, storm
 from tests.support.loopback import LoopbackFabric
 from tests.support.no_fence import take_fence_away
 from tests.support.stamped_kv import StampedKv, stamps
 from tests.support.tiers import few
-from tests.support.transfer_ends import in_virtual_time, running_ends
+from tests.support.transfer_ends import SLOW_WIRE, running_ends, storm
+from tests.support.virtual_loop import virtual_time
 
 pytestmark = pytest.mark.torch
 
@@ -71,7 +71,7 @@ class VllmKv(StampedKv):
 
 @pytest.mark.parametrize("has_fence", [True, False])
 @pytest.mark.parametrize("has_windows", few([False, True], True))
-@in_virtual_time
+@virtual_time
 async def test_late_writes_reach_nobodys_blocks_but_without_the_fence(
     has_windows: bool, has_fence: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,5 +84,5 @@ async def test_late_writes_reach_nobodys_blocks_but_without_the_fence(
         await storm(ends, count=150, seed=3)
         assert (ends.decode.num_foreign > 0) is not has_fence
         if has_fence:
-            assert ends.decode.num_quarantined > 5
+            assert ends.decode.book.num_quarantined > 5
             ends.check_all_home()

@@ -12,7 +12,7 @@ import transformers
 
 from shared.request import FinishReason
 from tests.support.checkpoints import load_reference
-from tests.support.real_mesh import RealAnswer
+from tests.support.grpc_client import Answer
 
 NUM_NEW = 20
 """Tokens of every answer: more than a reservation holds room for, so that blocks can run out."""
@@ -80,7 +80,7 @@ class Tally:
     num_ties: int = 0
     worst: float = 0.0
 
-    def take(self, answer: RealAnswer, want: Expected, prompt: Sequence[int]) -> None:
+    def take(self, answer: Answer, want: Expected, prompt: Sequence[int]) -> None:
         """Compare one answer; a wrong token that is no tie, or a logprob too far off, fails."""
         self.num_answers += 1
         about = f"prompt of {len(prompt)} tokens"

@@ -24,8 +24,9 @@ from shared.request import TokenLogprobs
 from shared.worker.core.lease import LeasePolicy
 from tests.exactness.reference import LOGPROB_TOLERANCE
 from tests.support.engine_driver import Driver, Running, greedy
+from tests.support.grpc_client import Answer
 from tests.support.native import needs_native
-from tests.support.real_mesh import RealAnswer, real_mesh
+from tests.support.real_mesh import real_mesh
 from tests.support.tiers import few
 
 pytestmark = [pytest.mark.torch, pytest.mark.ucx]
@@ -146,7 +147,7 @@ async def test_answers_through_the_mesh_are_those_of_one_process(
         if how.is_tight:
             await mesh.until(lambda: mesh.decode.pool.num_held == room)
             mesh.prefill_gate.set()
-        answers: Sequence[RealAnswer] = await asking
+        answers: Sequence[Answer] = await asking
         again = mesh.decode.scheduler.statistics().num_recomputed_tokens
         assert (again > 0) == how.is_tight
     for answer, due in zip(answers, want, strict=True):

@@ -24,7 +24,8 @@ from shared.worker.core.lease import LeasePolicy
 from tests.exactness.conftest import FolderOf
 from tests.exactness.reference import NUM_NEW, NUM_TOP, Reference, Tally
 from tests.support.checkpoints import SHAPES
-from tests.support.real_mesh import RealAnswer, RealMesh, real_mesh
+from tests.support.grpc_client import Answer
+from tests.support.real_mesh import RealMesh, real_mesh
 from tests.support.tiers import few, in_turn
 
 pytestmark = [pytest.mark.torch, pytest.mark.ucx]
@@ -136,7 +137,7 @@ class Bench:
 
     async def ask_all(
         self, mesh: RealMesh, prompts: Sequence[Sequence[int]], *, at_once: int = 32
-    ) -> list[RealAnswer]:
+    ) -> list[Answer]:
         """Get the answers and compare them."""
         answers = await mesh.ask_all(
             prompts, NUM_NEW, at_once=at_once, ignore_eos=True, logprobs=NUM_TOP

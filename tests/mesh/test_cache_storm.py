@@ -21,10 +21,12 @@ from shared.kv.tiers import SlotState
 from shared.worker.core.life import Task
 from tests.mesh.test_disk_tier import damage, full
 from tests.mesh.test_tiers import is_quiet
+from tests.support.grpc_client import Answer
 from tests.support.loopback import LoopbackSettings
 from tests.support.tiers import in_turn
-from tests.support.whole_mesh import Answer, WholeMesh, whole_mesh
-from tests.support.worker_mesh import RunningWorker, a_prompt, expected, virtual_time
+from tests.support.virtual_loop import virtual_time
+from tests.support.whole_mesh import WholeMesh, whole_mesh
+from tests.support.worker_mesh import RunningWorker, a_prompt, expected
 
 NUM_TALKS, NUM_TURNS = 12, 4
 

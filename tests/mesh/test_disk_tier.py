@@ -25,8 +25,8 @@ from shared.worker.tier_moves import BATCH_BLOCKS
 from tests.mesh.test_tiers import OTHERS, PROMPT, answered, evicted, settled
 from tests.support.fake_gateway import FakeRequest
 from tests.support.tiers import few
-from tests.support.virtual_loop import run_virtual
-from tests.support.worker_mesh import WorkerMesh, a_prompt, virtual_time, worker_mesh
+from tests.support.virtual_loop import run_virtual, virtual_time
+from tests.support.worker_mesh import WorkerMesh, a_prompt, worker_mesh
 
 SLOT_BYTES = 2048
 

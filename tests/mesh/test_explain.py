@@ -12,8 +12,9 @@ from services.gateway.core.routing.decision_record import replay
 from services.gateway.http.cluster_bodies import Explanation, RecentRequests
 from shared.errors import InvalidRequest, NotFound
 from shared.ids import RequestId
+from tests.support.virtual_loop import virtual_time
 from tests.support.whole_mesh import whole_mesh
-from tests.support.worker_mesh import a_prompt, virtual_time
+from tests.support.worker_mesh import a_prompt
 
 
 @virtual_time

@@ -20,8 +20,9 @@ from shared.engine.fake import FakeTiming
 from shared.ids import Incarnation, StreamId
 from shared.worker_status import GATHER_S, MOST_REPORTS, REPORT_S, gather_s
 from tests.support.storm import storm
+from tests.support.virtual_loop import virtual_time
 from tests.support.whole_mesh import whole_mesh
-from tests.support.worker_mesh import a_prompt, expected, virtual_time
+from tests.support.worker_mesh import a_prompt, expected
 
 SLOW = FakeTiming(base_s=0.02, prefill_token_s=0.001)
 

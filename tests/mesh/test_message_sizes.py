@@ -25,7 +25,8 @@ from shared.schedule.plan import NewToken
 from shared.schedule.sequence import Sequence as TokenSequence
 from shared.worker.doors import SessionRequests
 from tests.support.step_rows import step_tokens_from_wire
-from tests.support.worker_mesh import a_prompt, expected, virtual_time, worker_mesh
+from tests.support.virtual_loop import virtual_time
+from tests.support.worker_mesh import a_prompt, expected, worker_mesh
 
 MANY = SamplingParams(max_tokens=3, prompt_logprobs=1000)
 """8,008 bytes a prompt token."""

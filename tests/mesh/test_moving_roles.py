@@ -21,10 +21,12 @@ from shared.rpc.methods import CHANGE_ROLE
 from shared.step import StepRow
 from tests.support.calls import call_unary
 from tests.support.core_mesh import ThereAndBack
+from tests.support.grpc_client import Answer
 from tests.support.loopback import LoopbackSettings
 from tests.support.tiers import few
-from tests.support.whole_mesh import Answer, WholeMesh, whole_mesh
-from tests.support.worker_mesh import RunningWorker, a_prompt, expected, virtual_time
+from tests.support.virtual_loop import virtual_time
+from tests.support.whole_mesh import WholeMesh, whole_mesh
+from tests.support.worker_mesh import RunningWorker, a_prompt, expected
 
 EITHER: dict[str, Any] = {
     "gateway": {"policy": "splitwise"},

@@ -12,8 +12,10 @@ import pytest
 from services.gateway.core.routing.sides import Places, RouteRequest, RoutingPolicy, Scores, Sides
 from shared.address import Address
 from shared.ids import Incarnation, MeshPeer
-from tests.support.whole_mesh import Answer, WholeMesh, whole_mesh
-from tests.support.worker_mesh import RunningWorker, a_prompt, expected, virtual_time
+from tests.support.grpc_client import Answer
+from tests.support.virtual_loop import virtual_time
+from tests.support.whole_mesh import WholeMesh, whole_mesh
+from tests.support.worker_mesh import RunningWorker, a_prompt, expected
 
 EITHER: dict[str, Any] = {
     "gateway": {"policy": "splitwise"},

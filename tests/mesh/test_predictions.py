@@ -9,8 +9,10 @@ import pytest
 
 from shared.engine.fake import FakeTiming
 from shared.kv.prefix_hash import UNIT
-from tests.support.whole_mesh import Answer, WholeMesh, whole_mesh
-from tests.support.worker_mesh import a_prompt, virtual_time
+from tests.support.grpc_client import Answer
+from tests.support.virtual_loop import virtual_time
+from tests.support.whole_mesh import WholeMesh, whole_mesh
+from tests.support.worker_mesh import a_prompt
 
 TIMING = FakeTiming(base_s=0.01, prefill_token_s=0.001)
 

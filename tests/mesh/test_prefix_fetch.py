@@ -16,14 +16,8 @@ from shared.worker.core.lease import Lease, LeaseEvent
 from tests.support.fake_gateway import FakeRequest
 from tests.support.loopback import LoopbackSettings
 from tests.support.tiers import few
-from tests.support.worker_mesh import (
-    RunningWorker,
-    WorkerMesh,
-    a_prompt,
-    expected,
-    virtual_time,
-    worker_mesh,
-)
+from tests.support.virtual_loop import virtual_time
+from tests.support.worker_mesh import RunningWorker, WorkerMesh, a_prompt, expected, worker_mesh
 
 TWO: dict[str, Any] = {"num_prefill": 2, "prefill_blocks": 128, "decode_blocks": 256}
 PROMPT = a_prompt(512, seed=1)

@@ -23,9 +23,11 @@ from shared.errors import WouldBeLate
 from shared.ids import MeshPeer
 from shared.kv.journal import Journal
 from shared.liveness import IDLE, Liveness
+from tests.support.grpc_client import Answer
 from tests.support.loopback import LoopbackSettings
-from tests.support.whole_mesh import Answer, WholeMesh, whole_mesh
-from tests.support.worker_mesh import a_prompt, expected, virtual_time
+from tests.support.virtual_loop import virtual_time
+from tests.support.whole_mesh import WholeMesh, whole_mesh
+from tests.support.worker_mesh import a_prompt, expected
 
 LOCAL: dict[str, Any] = {"gateway": {"policy": "local"}}
 UNIT = 128

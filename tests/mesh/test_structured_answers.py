@@ -14,10 +14,12 @@ import pytest
 from shared.engine.fake import FakeTiming
 from shared.messages.columns import pack_u32
 from tests.support.grammars import PERSON, needs_library
+from tests.support.grpc_client import Answer
 from tests.support.guided_engine import GuidedFakeEngine
 from tests.support.tiny_tokenizer import tiny_tokenizer
-from tests.support.whole_mesh import Answer, WholeMesh, whole_mesh
-from tests.support.worker_mesh import a_prompt, virtual_time
+from tests.support.virtual_loop import virtual_time
+from tests.support.whole_mesh import WholeMesh, whole_mesh
+from tests.support.worker_mesh import a_prompt
 
 pytestmark = needs_library
 

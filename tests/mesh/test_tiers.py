@@ -14,13 +14,8 @@ from shared.kv.journal import key_of
 from shared.kv.tiers import SlotState
 from tests.support.fake_gateway import FakeRequest
 from tests.support.tiers import few
-from tests.support.worker_mesh import (
-    WorkerMesh,
-    a_prompt,
-    expected,
-    virtual_time,
-    worker_mesh,
-)
+from tests.support.virtual_loop import virtual_time
+from tests.support.worker_mesh import WorkerMesh, a_prompt, expected, worker_mesh
 
 SMALL: dict[str, Any] = {"prefill_blocks": 48, "prefill": {"dram_cache": 1 << 24}}
 PROMPT = a_prompt(256, seed=1)

@@ -11,7 +11,8 @@ from shared.engine.fake import FakeModel, FakeTiming
 from shared.profile.machine import MachineProfile
 from shared.transfer.frames import Header, check_digest, pack_header
 from tests.support.fake_reference import fake_continuation
-from tests.support.worker_mesh import a_prompt, expected, virtual_time, worker_mesh
+from tests.support.virtual_loop import virtual_time
+from tests.support.worker_mesh import a_prompt, expected, worker_mesh
 
 SMALL_GROUPS = {"group_kib": 1}
 

@@ -14,13 +14,8 @@ from shared.address import Address
 from shared.telemetry.loop_lag import INTERVAL_S
 from tests.support.loopback import LoopbackFabric, LoopbackSettings
 from tests.support.memory_network import MemoryNetwork
-from tests.support.worker_mesh import (
-    RunningWorker,
-    WorkerMesh,
-    launch_worker,
-    virtual_time,
-    worker_mesh,
-)
+from tests.support.virtual_loop import virtual_time
+from tests.support.worker_mesh import RunningWorker, WorkerMesh, launch_worker, worker_mesh
 
 SERVING = HealthCheckResponse.SERVING
 NOT_SERVING = HealthCheckResponse.NOT_SERVING

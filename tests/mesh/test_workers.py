@@ -13,7 +13,8 @@ from shared.transfer.effects import HandOver
 from tests.support.fake_reference import fake_prompt_logprobs
 from tests.support.loopback import LoopbackSettings
 from tests.support.step_rows import step_tokens_from_wire
-from tests.support.worker_mesh import MODEL, a_prompt, expected, virtual_time, worker_mesh
+from tests.support.virtual_loop import virtual_time
+from tests.support.worker_mesh import MODEL, a_prompt, expected, worker_mesh
 
 
 @virtual_time

@@ -29,7 +29,8 @@ from shared.ids import Incarnation
 from shared.request import SamplingParams
 from tests.support.fake_gateway import FakeRequest
 from tests.support.loopback import LoopbackSettings
-from tests.support.worker_mesh import MODEL, a_prompt, expected, virtual_time, worker_mesh
+from tests.support.virtual_loop import virtual_time
+from tests.support.worker_mesh import MODEL, a_prompt, expected, worker_mesh
 
 SLOW = FakeTiming(base_s=0.1)
 SLOW_LINK = LoopbackSettings(latency_s=0.001, bytes_per_s=20_000)

@@ -25,7 +25,8 @@ from shared.membership.join import (
 from shared.worker_status import WorkerStatus
 from tests.support.fake_gateway import FakeGateway, fake_gateway
 from tests.support.memory_network import MemoryNetwork
-from tests.support.worker_mesh import MODEL, virtual_time
+from tests.support.virtual_loop import virtual_time
+from tests.support.worker_mesh import MODEL
 
 PORT = 8001
 WORKER = Incarnation(77)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,9 @@ import pytest
 from shared.engine.worker import StepDone
 from shared.errors import (
     InvalidRequest,
+    LeaseLost,
     MeshError,
+    NoCapacity,
     ShuttingDown,
     TooLarge,
     TransferFailed,
@@ -34,12 +35,13 @@ from tests.support.loopback import LoopbackFabric, LoopbackSettings, LoopbackTra
 from tests.support.no_fence import take_fence_away
 from tests.support.transfer_ends import (
     ADDRESS,
-    Ends,
-    in_virtual_time,
+    SLOW_WIRE,
     key_of,
     num_tokens_of,
     running_ends,
+    storm,
 )
+from tests.support.virtual_loop import virtual_time
 
 LONG = next(n for n in range(1000) if num_tokens_of(n, 16) == 16)
 """A request with the longest prompt."""
@@ -57,7 +59,7 @@ def wire(request: pytest.FixtureRequest) -> LoopbackFabric:
     return LoopbackFabric(LoopbackSettings(has_windows=request.param))
 
 
-@in_virtual_time
+@virtual_time
 async def test_kv_arrives_bit_for_bit(wire: LoopbackFabric):
     """A prompt pushed layer by layer is in decode's blocks, and both ends count the same bytes."""
     async with running_ends(wire.open) as ends:
@@ -72,7 +74,7 @@ async def test_kv_arrives_bit_for_bit(wire: LoopbackFabric):
         ends.check_all_home()
 
 
-@in_virtual_time
+@virtual_time
 async def test_many_at_once_share_few_slots(wire: LoopbackFabric):
     """40 transfers through four slots on each side; none is starved, none is mixed."""
     async with running_ends(wire.open, prefill_blocks=24, decode_blocks=24) as ends:
@@ -84,7 +86,7 @@ async def test_many_at_once_share_few_slots(wire: LoopbackFabric):
         ends.check_all_home()
 
 
-@in_virtual_time
+@virtual_time
 async def test_what_decode_has_is_not_sent(wire: LoopbackFabric):
     """Tokens below skip stay home; a prompt that decode has whole takes no frame at all."""
     async with running_ends(wire.open) as ends:
@@ -100,7 +102,7 @@ async def test_what_decode_has_is_not_sent(wire: LoopbackFabric):
         ends.check_all_home()
 
 
-@in_virtual_time
+@virtual_time
 async def test_prefill_may_be_first(wire: LoopbackFabric):
     """An open waits for its reservation, which comes later."""
     async with running_ends(wire.open) as ends:
@@ -110,26 +112,24 @@ async def test_prefill_may_be_first(wire: LoopbackFabric):
         ends.prefill.compute_all(LONG, table, handle)
         while not ends.receiver.core.statistics().num_waiting:
             await asyncio.sleep(0.001)
-        ends.decode.reserve(key_of(LONG))
-        ends.receiver.lease_changed(key_of(LONG))
+        ends.decode.reserve(key_of(LONG), Incarnation(1))
         assert (await handle.wait()).num_frames > 1
         ends.prefill.give_back(table)
         await ends.settled()
         ends.check_all_home()
 
 
-@in_virtual_time
+@virtual_time
 async def test_a_refusal_reaches_the_caller(wire: LoopbackFabric):
-    """Decode's reason is what ``wait`` raises; attaching twice is such a reason."""
-    async with running_ends(wire.open) as ends:
-        await ends.prefill.push(LONG)
-        with pytest.raises(TransferFailed, match="attached before"):
+    """Decode's reason is what ``wait`` raises; a prompt that its pool never holds is one."""
+    async with running_ends(wire.open, decode_blocks=4) as ends:
+        with pytest.raises(NoCapacity, match="16 tokens of KV do not fit"):
             await ends.prefill.push(LONG)
         await ends.settled()
         ends.check_all_home()
 
 
-@in_virtual_time
+@virtual_time
 async def test_an_answer_that_needs_no_decode_ends_clean(wire: LoopbackFabric):
     """abort(None): stats without bytes, and decode's lease goes without an error."""
     async with running_ends(wire.open) as ends:
@@ -148,7 +148,7 @@ async def test_an_answer_that_needs_no_decode_ends_clean(wire: LoopbackFabric):
 
 @pytest.mark.parametrize("stop_after", range(0, 16, 3))
 @pytest.mark.parametrize("yields", [0, 1, 5])
-@in_virtual_time
+@virtual_time
 async def test_prefill_may_give_up_at_any_point(wire: LoopbackFabric, stop_after: int, yields: int):
     """Aborted after any piece of work, with anything in flight: everything comes home."""
     async with running_ends(wire.open, seed=stop_after) as ends:
@@ -172,27 +172,24 @@ async def test_prefill_may_give_up_at_any_point(wire: LoopbackFabric, stop_after
 
 
 @pytest.mark.parametrize("turns", range(0, 40, 4))
-@in_virtual_time
+@virtual_time
 async def test_decode_may_give_up_at_any_point(wire: LoopbackFabric, turns: int):
     """Cancelled any number of loop turns after the grant: prefill hears it, all comes home."""
     async with running_ends(wire.open, seed=turns) as ends:
+        attached = asyncio.Event()
 
         async def cancel_later() -> None:
-            await ends.decode.until(lambda: key_of(LONG) in ends.decode.leases)
+            await attached.wait()
             for _ in range(turns):
                 await asyncio.sleep(0)
             ends.decode.cancel(key_of(LONG))
 
-        ends.decode.hold = True
-        ends.decode.on_attach = lambda key: ends.decode.changed.set()
+        ends.decode.on_attach = lambda key: attached.set()
         async with asyncio.TaskGroup() as tasks:
-            cancelling = tasks.create_task(cancel_later())
-            with contextlib.suppress(TransferFailed):
+            tasks.create_task(cancel_later())
+            with contextlib.suppress(LeaseLost):
                 await ends.prefill.push(LONG)
-            await cancelling
-            ends.decode.finish(key_of(LONG))
         await ends.settled()
-        ends.decode.hold = False
         await ends.prefill.push(LONG + 1)
         await ends.settled()
         ends.check_all_home()
@@ -201,7 +198,7 @@ async def test_decode_may_give_up_at_any_point(wire: LoopbackFabric, turns: int)
 @pytest.mark.parametrize(
     "error", [None, InvalidRequest("no message"), TooLarge("too long")], ids=str
 )
-@in_virtual_time
+@virtual_time
 async def test_a_lost_pair_fails_its_transfers_and_comes_back(
     wire: LoopbackFabric, error: MeshError | None
 ):
@@ -232,7 +229,7 @@ async def test_a_lost_pair_fails_its_transfers_and_comes_back(
         ends.check_all_home()
 
 
-@in_virtual_time
+@virtual_time
 async def test_a_dead_transport_ends_the_pair():
     """The data plane sees the death before the control stream does: the pair goes down and up."""
     fabric = LoopbackFabric(LoopbackSettings(detect_s=0.0))
@@ -247,7 +244,7 @@ async def test_a_dead_transport_ends_the_pair():
         ends.check_all_home()
 
 
-@in_virtual_time
+@virtual_time
 async def test_an_unlisted_peer_is_kept_but_not_dialled_again(wire: LoopbackFabric):
     """What it has in hand goes on and the pair stays warm; once lost it is not made again."""
     async with running_ends(wire.open) as ends:
@@ -266,7 +263,7 @@ async def test_an_unlisted_peer_is_kept_but_not_dialled_again(wire: LoopbackFabr
         assert ends.network.num_dials == 1
 
 
-@in_virtual_time
+@virtual_time
 async def test_another_incarnation_is_another_peer(wire: LoopbackFabric):
     """A restarted decode worker on the same address is not the one that was listed."""
     async with running_ends(wire.open) as ends:
@@ -279,7 +276,7 @@ async def test_another_incarnation_is_another_peer(wire: LoopbackFabric):
         assert ends.pairs.paired == ()
 
 
-@in_virtual_time
+@virtual_time
 async def test_a_peer_that_cannot_be_reached_is_dialled_again(wire: LoopbackFabric):
     """Connecting hangs: each try ends after seconds, and the pair comes up when the way is free."""
     async with running_ends(wire.open) as ends:
@@ -295,7 +292,7 @@ async def test_a_peer_that_cannot_be_reached_is_dialled_again(wire: LoopbackFabr
         ends.check_all_home()
 
 
-@in_virtual_time
+@virtual_time
 async def test_another_model_is_refused_before_any_traffic(wire: LoopbackFabric):
     """The handshake compares fingerprints; nothing is paired, and both sides say why."""
     async with running_ends(wire.open, decode_fingerprint=b"x" * 32) as ends:
@@ -331,7 +328,7 @@ class FlippingTransport:
 
 
 @pytest.mark.parametrize(("at", "code"), [(8, "frame_header"), (70, "frame_digest")])
-@in_virtual_time
+@virtual_time
 async def test_damage_is_seen_before_it_is_placed(at: int, code: str):
     """One flipped bit in header or payload: the transfer fails on both ends, the next one works."""
     fabric, canaries = LoopbackFabric(), NUM_CANARIES
@@ -350,7 +347,7 @@ async def test_damage_is_seen_before_it_is_placed(at: int, code: str):
 
 
 @pytest.mark.parametrize(("bytes_per_s", "latency_s"), [(125e3, 0.02), (1e6, 0.4), (1e9, 0.0)])
-@in_virtual_time
+@virtual_time
 async def test_a_slow_or_distant_link_makes_a_pair_too(bytes_per_s: float, latency_s: float):
     """At 1 Mbit/s, over 0.8 s of round trip, and quickly: the first call makes it, and its speed is
     known."""
@@ -363,7 +360,7 @@ async def test_a_slow_or_distant_link_makes_a_pair_too(bytes_per_s: float, laten
         assert FIRST_CANARY_BYTES / took_s / 2 < speed <= bytes_per_s
 
 
-@in_virtual_time
+@virtual_time
 async def test_pushes_that_share_a_link_tell_its_speed_and_what_one_more_would_get(
     monkeypatch: pytest.MonkeyPatch,
 ):
@@ -380,7 +377,7 @@ async def test_pushes_that_share_a_link_tell_its_speed_and_what_one_more_would_g
         assert ends.pairs.speeds == {link.peer: pytest.approx(1e4, rel=0.2)}
 
 
-@in_virtual_time
+@virtual_time
 async def test_a_damaged_canary_is_no_pair():
     """Ready means that right bytes crossed: the first life fails, the second one is tried."""
     fabric = LoopbackFabric()
@@ -393,7 +390,7 @@ async def test_a_damaged_canary_is_no_pair():
         assert ends.pairs.paired == (Incarnation(2),)
 
 
-@in_virtual_time
+@virtual_time
 async def test_shutting_down_ends_every_transfer(wire: LoopbackFabric):
     """Whoever waits for a push hears ShuttingDown; nobody hangs."""
     handle = None
@@ -404,7 +401,7 @@ async def test_shutting_down_ends_every_transfer(wire: LoopbackFabric):
         await handle.wait()
 
 
-@in_virtual_time
+@virtual_time
 async def test_a_step_that_hides_nothing_is_pushed_at_its_end(wire: LoopbackFabric):
     """Many small messages under a very short step: serialized, and the stats say so."""
     async with running_ends(wire.open, profile=SLOW_MESSAGES) as ends:
@@ -424,7 +421,7 @@ async def test_a_step_that_hides_nothing_is_pushed_at_its_end(wire: LoopbackFabr
 
 
 @pytest.mark.parametrize(("bytes_per_s", "mode"), [(0.0, "layerwise"), (1e12, "serialized")])
-@in_virtual_time
+@virtual_time
 async def test_the_speed_of_the_link_decides_how_a_step_is_pushed(
     wire: LoopbackFabric, bytes_per_s: float, mode: str
 ):
@@ -446,7 +443,7 @@ async def test_the_speed_of_the_link_decides_how_a_step_is_pushed(
 
 
 @pytest.mark.parametrize(("skip", "mode"), [(0, "serialized"), (14, "layerwise")])
-@in_virtual_time
+@virtual_time
 async def test_tokens_that_decode_has_do_not_count_for_the_mode(
     wire: LoopbackFabric, skip: int, mode: str
 ):
@@ -471,7 +468,7 @@ async def test_tokens_that_decode_has_do_not_count_for_the_mode(
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
-@in_virtual_time
+@virtual_time
 async def test_all_prompts_of_a_step_count_for_the_mode(wire: LoopbackFabric, is_shared: bool):
     """A short prompt alone is pushed layer by layer; beside a long one over the same link both
     wait for the end of the step, which hides too little of so many messages."""
@@ -501,7 +498,7 @@ async def test_all_prompts_of_a_step_count_for_the_mode(wire: LoopbackFabric, is
         ends.check_all_home()
 
 
-@in_virtual_time
+@virtual_time
 async def test_overlap_ends_with_the_step_and_not_when_the_loop_heard_of_it(
     wire: LoopbackFabric, monkeypatch: pytest.MonkeyPatch
 ):
@@ -536,7 +533,7 @@ async def test_overlap_ends_with_the_step_and_not_when_the_loop_heard_of_it(
         ends.check_all_home()
 
 
-@in_virtual_time
+@virtual_time
 async def test_pushes_refine_the_speed_of_the_link():
     """Large frames measure it; small ones, whose time is latency, do not."""
     fabric = LoopbackFabric(LoopbackSettings(bytes_per_s=2e8))
@@ -557,49 +554,21 @@ async def test_pushes_refine_the_speed_of_the_link():
         assert 2e8 < link.bytes_per_s < 7e8
 
 
-async def storm(ends: Ends, *, count: int, seed: int) -> None:
-    """Transfers cancelled by either side at random moments, with blocks for a few of them."""
-    rng = random.Random(seed)
-    loop = asyncio.get_running_loop()
-
-    def plan_cancel(key: Any) -> None:
-        if rng.random() < 0.5:
-            loop.call_later(rng.random() * 0.01, ends.decode.cancel, key)
-
-    ends.decode.on_attach = plan_cancel
-    ends.decode.grow = True
-
-    async def worker(requests: list[int]) -> None:
-        while requests:
-            with contextlib.suppress(MeshError):
-                await ends.prefill.push(requests.pop())
-
-    requests = list(range(count))
-    async with asyncio.TaskGroup() as tasks:
-        for _ in range(8):
-            tasks.create_task(worker(requests))
-    await ends.settled()
-
-
-SLOW_WIRE = LoopbackSettings(latency_s=0.0005, bytes_per_s=2e6, eager_bytes=0, num_slices=8)
-"""Frames of a few hundred bytes take a fraction of a millisecond, in eight parts."""
-
-
 @pytest.mark.parametrize("has_windows", [False, True])
-@in_virtual_time
+@virtual_time
 async def test_late_writes_meet_the_fence(has_windows: bool):
     """A wire that goes on writing after a cancel, as UCX does: no foreign KV, nothing lost."""
     options: dict[str, Any] = {"prefill_blocks": 32, "decode_blocks": 16, "num_slots": 3}
     fabric = LoopbackFabric(replace(SLOW_WIRE, has_windows=has_windows))
     async with running_ends(fabric.open, **options) as ends:
         await storm(ends, count=150, seed=3)
-        assert ends.decode.num_quarantined > 5
+        assert ends.decode.book.num_quarantined > 5
         assert {error.code for error in ends.decode.failures} <= {""}
         ends.check_all_home()
 
 
 @pytest.mark.parametrize("has_windows", [False, True])
-@in_virtual_time
+@virtual_time
 async def test_late_writes_without_the_fence_are_seen(
     has_windows: bool, monkeypatch: pytest.MonkeyPatch
 ):
@@ -644,7 +613,7 @@ class WatchfulTransport:
         return operation
 
 
-@in_virtual_time
+@virtual_time
 async def test_memory_that_the_transport_abandoned_is_never_used_again():
     """A pair is closed amid frames that do not settle: both ends put new buffers into those slots,
     and what is written late meets nobody."""
@@ -666,7 +635,7 @@ async def test_memory_that_the_transport_abandoned_is_never_used_again():
 
 
 @pytest.mark.parametrize("held", [("prefill", "decode"), ("decode", "prefill"), None])
-@in_virtual_time
+@virtual_time
 async def test_silence_ends_a_pair_within_three_seconds(held: tuple[str, str] | None):
     """A partition, one way or both: each end notices alone, everything comes home, it heals."""
     async with running_ends(LoopbackFabric(SLOW_WIRE).open) as ends:
@@ -744,7 +713,7 @@ class Peer:
         )
 
 
-@in_virtual_time
+@virtual_time
 async def test_a_peer_that_is_far_away_may_be_silent_for_longer():
     """Three round trips: what is lost on the way to it comes again after one or two."""
     peer = Peer()
@@ -753,7 +722,7 @@ async def test_a_peer_that_is_far_away_may_be_silent_for_longer():
     assert "silent for 1.6 s" in error.message
 
 
-@in_virtual_time
+@virtual_time
 async def test_a_silent_peer_ends_the_stream():
     """It is asked while nothing comes in, until it is dead."""
     peer = Peer()
@@ -764,7 +733,7 @@ async def test_a_silent_peer_ends_the_stream():
     assert asyncio.get_running_loop().time() == 1.0
 
 
-@in_virtual_time
+@virtual_time
 async def test_who_speaks_is_not_asked_and_who_asks_is_answered():
     """Whatever comes in says that the peer lives; an answer is no message, and asks for none."""
     peer, heard = Peer(), list[str]()
@@ -782,7 +751,7 @@ async def test_who_speaks_is_not_asked_and_who_asks_is_answered():
     assert heard == ["1", "2", "3"]
 
 
-@in_virtual_time
+@virtual_time
 async def test_a_peer_for_which_nobody_waits_is_seldom_asked():
     """It is asked every two seconds, and dead after six."""
     peer = Peer()
@@ -793,7 +762,7 @@ async def test_a_peer_for_which_nobody_waits_is_seldom_asked():
 
 
 @pytest.mark.parametrize("by", ["what is sent", "what comes", "neither"])
-@in_virtual_time
+@virtual_time
 async def test_a_peer_for_which_somebody_waits_has_a_second(by: str):
     """From then on, however long it was silent: whoever sends it work, or hears of some, looks at
     once, and everybody within two seconds."""
@@ -813,7 +782,7 @@ async def test_a_peer_for_which_somebody_waits_has_a_second(by: str):
     assert peer.sent[-4:] == ["ask"] * 4
 
 
-@in_virtual_time
+@virtual_time
 async def test_a_suspect_stays_one_until_it_is_heard():
     """That nobody waits for it any more says nothing of it."""
     peer, told = Peer(), list[bool]()
@@ -836,7 +805,7 @@ async def test_a_suspect_stays_one_until_it_is_heard():
         running.cancel()
 
 
-@in_virtual_time
+@virtual_time
 async def test_a_peer_that_does_not_read_ends_the_stream():
     """The outbox is bounded; nobody waits for it."""
     peer = Peer()
@@ -848,7 +817,7 @@ async def test_a_peer_that_does_not_read_ends_the_stream():
     assert "unread" in error.message
 
 
-@in_virtual_time
+@virtual_time
 async def test_messages_keep_their_order_and_the_end_is_told_once():
     """What is queued goes out in order; the first reason to end counts."""
     peer, heard = Peer(), []
@@ -865,7 +834,7 @@ async def test_messages_keep_their_order_and_the_end_is_told_once():
     assert peer.sent in ([str(n) for n in range(5)], [])
 
 
-@in_virtual_time
+@virtual_time
 async def test_a_message_that_need_not_wait_leaves_at_once():
     """No task is woken for it; where one has to wait, all that follow keep their order."""
     peer = Peer()
@@ -891,7 +860,7 @@ async def test_a_message_that_need_not_wait_leaves_at_once():
         running.cancel()
 
 
-@in_virtual_time
+@virtual_time
 async def test_a_message_may_be_left_to_a_task():
     """What its sender does in the same turn, and what it wakes by that, comes first."""
     peer = Peer()
@@ -907,7 +876,7 @@ async def test_a_message_may_be_left_to_a_task():
         running.cancel()
 
 
-@in_virtual_time
+@virtual_time
 async def test_a_message_that_must_not_be_sent_ends_the_stream():
     """Its sender does not hear of it; whoever runs the stream does."""
 
@@ -923,7 +892,7 @@ async def test_a_message_that_must_not_be_sent_ends_the_stream():
     assert peer.sent == []
 
 
-@in_virtual_time
+@virtual_time
 async def test_nothing_follows_a_message_that_could_not_be_sent():
     """Neither from the queue nor at once: the peer would miss one of several."""
 
@@ -941,7 +910,7 @@ async def test_nothing_follows_a_message_that_could_not_be_sent():
     assert peer.sent == []
 
 
-@in_virtual_time
+@virtual_time
 async def test_all_that_has_arrived_is_told_in_one_go():
     """What is there is not waited for, and its order is kept."""
     peer = Peer()

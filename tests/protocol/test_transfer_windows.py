@@ -11,7 +11,8 @@ import pytest
 from shared.errors import TransferFailed
 from shared.ids import Incarnation
 from tests.support.loopback import LoopbackFabric, LoopbackSettings
-from tests.support.transfer_ends import Ends, in_virtual_time, num_tokens_of, running_ends
+from tests.support.transfer_ends import Ends, num_tokens_of, running_ends
+from tests.support.virtual_loop import virtual_time
 
 LONG = next(n for n in range(1000) if num_tokens_of(n, 16) == 16)
 SLOW_WORD = LoopbackSettings(latency_s=0.02, eager_bytes=0, has_windows=True)
@@ -58,7 +59,7 @@ class AnotherNamespace(CountingTransport):
 @pytest.mark.parametrize(
     ("kind", "is_whole"), [(CountingTransport, False), (AnotherNamespace, True)]
 )
-@in_virtual_time
+@virtual_time
 async def test_only_headers_travel_where_windows_are_mapped(kind: Any, is_whole: bool):
     """A frame is 64 bytes of message then; where the memory cannot be mapped, or is not decode's,
     it is all of it."""
@@ -79,7 +80,7 @@ async def test_only_headers_travel_where_windows_are_mapped(kind: Any, is_whole:
         ends.check_all_home()
 
 
-@in_virtual_time
+@virtual_time
 async def test_windows_of_a_lost_writer_are_given_up_for_new_ones():
     """It may go on writing, as a stopped process does when it wakes: that meets nobody."""
     async with running_ends(LoopbackFabric(SLOW_WORD).open) as ends:
@@ -99,7 +100,7 @@ async def test_windows_of_a_lost_writer_are_given_up_for_new_ones():
         ends.check_all_home()
 
 
-@in_virtual_time
+@virtual_time
 async def test_another_pair_hears_of_new_memory_before_it_is_credited():
     """Two pairs share decode's slots: what one loses, the other must not go on writing."""
     async with running_ends(LoopbackFabric(SLOW_WORD).open) as ends:
@@ -122,7 +123,7 @@ async def test_another_pair_hears_of_new_memory_before_it_is_credited():
         ends.check_all_home()
 
 
-@in_virtual_time
+@virtual_time
 async def test_a_slot_that_was_never_offered_is_refused():
     """A decode worker that names nonsense loses the transfer, and prefill no memory."""
     async with running_ends(LoopbackFabric(LoopbackSettings(has_windows=True)).open) as ends:

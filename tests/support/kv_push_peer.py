@@ -30,7 +30,7 @@ from shared.transport.ucxx import open_ucx
 from shared.worker.pairs import PairTable
 from shared.worker.pusher import Pusher
 from shared.worker.receiver import KvReceiver
-from tests.support.ledger_end import LedgerEnd
+from tests.support.decode_end import DecodeEnd
 from tests.support.no_fence import take_fence_away
 from tests.support.stamped_kv import StampedKv
 from tests.support.transfer_ends import PrefillEnd
@@ -54,7 +54,8 @@ class Decode:
         self.kv = _kv(config["num_blocks"], config["words"])
         self.compute = ThreadCompute(self.kv, name="decode")
         self.transport = await open_ucx()
-        self.end = LedgerEnd(self.kv, most_tokens=MOST_TOKENS, on_attach=self._plan_cancel)
+        self.end = DecodeEnd(self.kv, most_tokens=MOST_TOKENS)
+        self.end.on_attach = self._plan_cancel
         self.receiver = KvReceiver(
             engine=self.kv,
             compute=self.compute,

@@ -22,7 +22,7 @@ from services.gateway.core.admission.tenants import Tenants, Terms
 from services.gateway.core.routing.sides import Sides
 from services.gateway.core.worker import Role, Worker, WorkerStatus
 from shared.ids import StreamId
-from tests.unit.services.gateway.core.routing.test_gateway_routing import a_worker
+from tests.support.routing import a_worker
 
 
 @dataclass

@@ -31,19 +31,15 @@ from typing import Any
 import aiohttp
 import orjson
 
-from shared import wire
-from shared.address import parse_address
+from shared.address import Address
 from shared.engine.fake import FakeModel
 from shared.mesh_secret import new_secret
-from shared.messages.columns import pack_u32, unpack_u32
 from shared.model_folder import ModelFolder, resolve_model
 from shared.request import SamplingParams
-from shared.rpc.methods import GENERATE
-from shared.rpc.status import RECEIPT_TRAILER
-from shared.rpc.stream import open_stream
 from shared.rpc.tcp import TcpNetwork
 from shared.runtime.parent import PARENT_FD
 from tests.support.fake_reference import fake_continuation
+from tests.support.grpc_client import ask
 from tests.support.service_process import ServiceProcess, free_port
 
 ANSWERS_WITHIN_S = 60.0
@@ -334,32 +330,16 @@ class ProcessMesh:
 
         Raises MeshError: the call failed.
         """
-        ids: list[int] = []
-        finishes: list[int] = []
-        request = wire.GenerateRequest(
-            token_ids=pack_u32(prompt),
-            params=wire.GenerateParams(
-                max_tokens=max_tokens, ignore_eos=True, **{"temperature": 0.0, **params}
-            ),
-        )
-        address = parse_address(
-            f"127.0.0.1:{gateway.facts['grpc_port']}", param="gateway", default_port=0
-        )
-        async with (
-            asyncio.timeout(ANSWERS_WITHIN_S),
-            TcpNetwork().channel(address) as channel,
-            open_stream(channel, GENERATE, metadata=metadata) as stream,
-        ):
-            await stream.send(request, end=True)
-            async for reply in stream:
-                assert reply.first_index == len(ids), "an index is missing or came twice"
-                assert not finishes, "something came after the finish reason"
-                ids += unpack_u32(reply.token_ids)
-                if reply.finish_reason:
-                    finishes.append(reply.finish_reason)
-            receipt = json.loads(stream.trailers[RECEIPT_TRAILER])
-        assert len(finishes) == 1
-        return ids, receipt
+        address = Address("127.0.0.1", gateway.facts["grpc_port"])
+        params = {"ignore_eos": True, **params}
+        async with asyncio.timeout(ANSWERS_WITHIN_S):
+            answer = await ask(
+                TcpNetwork(), address, prompt, max_tokens, metadata=metadata, **params
+            )
+        if answer.error is not None:
+            raise answer.error
+        assert answer.finish
+        return answer.token_ids, answer.receipt
 
 
 @contextlib.asynccontextmanager

@@ -9,25 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 from services.decode.role import decode_launch
 from services.gateway.app import Gateway
 from services.gateway.text.text_model import TextModel
 from services.prefill.role import prefill_launch
-from shared import wire
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig
 from shared.engine.base import Engine
 from shared.engine.worker import BegunStep, OnLayersDone, StepDone, ThreadCompute
-from shared.messages.columns import pack_u32, unpack_f32, unpack_u32
-from shared.request import TokenLogprobs
-from shared.rpc.methods import GENERATE
 from shared.rpc.network import Address, Network
-from shared.rpc.status import RECEIPT_TRAILER
-from shared.rpc.stream import open_stream
 from shared.rpc.tcp import TcpNetwork
 from shared.runtime.groups import plain_errors
 from shared.runtime.platform import real_platform
@@ -35,46 +28,14 @@ from shared.step import RowResult, StepRow, ToCome
 from shared.transport.base import TransportFactory
 from shared.transport.ucxx import open_ucx
 from shared.worker.worker import MeshWorker
+from tests.support.grpc_client import Answer, ask
+from tests.support.worker_mesh import assert_nothing_held
 
 STARTED_WITHIN_S = 60.0
 HAPPENS_WITHIN_S = 60.0
 STOPPED_WITHIN_S = 60.0
 
 Run = Callable[[Callable[..., None], asyncio.Event], Coroutine[Any, Any, None]]
-
-
-@dataclass
-class RealAnswer:
-    """What the client got. prompt_logprobs: one per prompt token, if asked for."""
-
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    text: str = ""
-    finish: int = 0
-    usage: wire.Usage = field(default_factory=wire.Usage)
-    receipt: dict[str, Any] = field(default_factory=dict)
-
-    def take(self, reply: wire.GenerateResponse) -> None:
-        """Take in one message."""
-        assert reply.first_index == len(self.token_ids), "an index is missing"
-        ids = unpack_u32(reply.token_ids)
-        self.token_ids += ids
-        self.text += reply.text
-        self.finish = reply.finish_reason or self.finish
-        self.usage = reply.usage or self.usage
-        if reply.logprobs:
-            values = unpack_f32(reply.logprobs, count=len(ids))
-            tops = [_pairs(entry) for entry in reply.top_logprobs] or [()] * len(ids)
-            self.logprobs += [TokenLogprobs(*row) for row in zip(values, tops, strict=True)]
-        for entry in reply.prompt_logprobs:
-            (_, own), *top = _pairs(entry)
-            self.prompt_logprobs.append(TokenLogprobs(own, tuple(top)))
-
-
-def _pairs(entry: wire.TopLogprobs) -> tuple[tuple[int, float], ...]:
-    ids = unpack_u32(entry.token_ids)
-    return tuple(zip(ids, unpack_f32(entry.logprobs, count=len(ids)), strict=True))
 
 
 class GatedCompute(ThreadCompute):
@@ -131,29 +92,14 @@ class RealMesh:
     decode: MeshWorker
     prefill_gate: asyncio.Event
 
-    async def ask(
-        self, prompt: Sequence[int] | str, max_tokens: int = 16, **params: Any
-    ) -> RealAnswer:
-        """Ask for one greedy answer, as a client does. prompt: token ids, or one user's message.
+    async def ask(self, prompt: Sequence[int] | str, max_tokens: int = 16, **params: Any) -> Answer:
+        """Ask for one greedy answer, as a client does.
 
         Raises MeshError: the call failed.
         """
-        answer = RealAnswer()
-        request = wire.GenerateRequest(
-            params=wire.GenerateParams(max_tokens=max_tokens, **{"temperature": 0.0, **params})
-        )
-        if isinstance(prompt, str):
-            request.messages = [wire.ChatMessage(role="user", content=prompt)]
-        else:
-            request.token_ids = pack_u32(prompt)
-        async with (
-            self.network.channel(self.address) as channel,
-            open_stream(channel, GENERATE) as stream,
-        ):
-            await stream.send(request, end=True)
-            async for reply in stream:
-                answer.take(reply)
-            answer.receipt = json.loads(stream.trailers[RECEIPT_TRAILER])
+        answer = await ask(self.network, self.address, prompt, max_tokens, **params)
+        if answer.error is not None:
+            raise answer.error
         return answer
 
     async def ask_all(
@@ -163,16 +109,16 @@ class RealMesh:
         *,
         at_once: int = 1 << 10,
         **params: Any,
-    ) -> list[RealAnswer]:
+    ) -> list[Answer]:
         """Ask for the answers to many prompts, ``at_once`` at a time; in the prompts' order."""
         places = asyncio.Semaphore(at_once)
 
-        async def ask(prompt: Sequence[int] | str) -> RealAnswer:
+        async def ask_in_turn(prompt: Sequence[int] | str) -> Answer:
             async with places:
                 return await self.ask(prompt, max_tokens, **params)
 
         async with asyncio.TaskGroup() as tasks:
-            asking = [tasks.create_task(ask(prompt)) for prompt in prompts]
+            asking = [tasks.create_task(ask_in_turn(prompt)) for prompt in prompts]
         return [task.result() for task in asking]
 
     async def until(self, condition: Callable[[], object]) -> None:
@@ -197,11 +143,7 @@ class RealMesh:
     def assert_nothing_left(self) -> None:
         """Every block of both workers is available, and the gateway holds no request."""
         for worker in filter(None, (self.prefill, self.decode)):
-            pool = worker.pool
-            assert pool.num_available == pool.num_blocks, repr(pool)
-            worker.scheduler.check_integrity()
-            pool.check_integrity([])
-        self.decode.leases.check_integrity()
+            assert_nothing_held(worker)
         assert self.gateway.mesh is not None
         counts = self.gateway.mesh.statistics
         assert (counts.num_running, counts.num_waiting) == (0, 0)

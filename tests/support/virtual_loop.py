@@ -8,10 +8,11 @@ Deadlock and names the tasks that wait, where a real loop would hang.
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import random
 import selectors
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -116,3 +117,13 @@ def run_virtual(main: Coroutine[Any, Any, T], *, seed: int = 0) -> T:
         result = runner.run(watched())
     assert not left, "tasks left behind:\n  " + "\n  ".join(sorted(left))
     return result
+
+
+def virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run an async test under virtual time: the same events in the same order, every time."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        run_virtual(test(*args, **kwargs))
+
+    return run

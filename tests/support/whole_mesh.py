@@ -9,44 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import random
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from services.gateway.app import Gateway
-from services.gateway.workers.session import RequestShell
-from shared import wire
 from shared.address import Address
 from shared.config import GatewayConfig
 from shared.engine.fake import FakeEngine, FakeModel, FakeTiming
-from shared.errors import MeshError
-from shared.messages.columns import pack_u32, unpack_u32
-from shared.rpc.methods import GENERATE
-from shared.rpc.status import RECEIPT_TRAILER
-from shared.rpc.stream import open_stream
 from shared.runtime.platform import Platform
 from shared.worker.worker import MeshWorker
+from tests.support.grpc_client import Answer, ask
 from tests.support.loopback import LoopbackFabric, LoopbackSettings
 from tests.support.memory_network import MemoryNetwork
 from tests.support.tiny_tokenizer import tiny_text_model
-from tests.support.worker_mesh import MODEL, RunningWorker, launch_worker
+from tests.support.worker_mesh import MODEL, MemoryMesh, RunningWorker, launch_worker
 
 GATEWAYS = "gateways"
 """The one name behind which workers find every gateway."""
-
-
-@dataclass
-class Answer:
-    """What one client got."""
-
-    token_ids: list[int] = field(default_factory=list)
-    arrived_at: list[float] = field(default_factory=list)
-    finish: int = 0
-    usage: wire.Usage | None = None
-    receipt: dict[str, Any] = field(default_factory=dict)
-    error: MeshError | None = None
 
 
 @dataclass
@@ -76,76 +57,19 @@ class RunningGateway:
 
 
 @dataclass
-class WholeMesh:
+class WholeMesh(MemoryMesh):
     """Made by ``whole_mesh``."""
 
-    network: MemoryNetwork
-    fabric: LoopbackFabric
     gateways: list[RunningGateway] = field(default_factory=list)
-    prefills: list[RunningWorker] = field(default_factory=list)
-    decodes: list[RunningWorker] = field(default_factory=list)
     start_worker: Callable[..., Coroutine[Any, Any, RunningWorker]] = field(init=False)
     start_gateway: Callable[[], Coroutine[Any, Any, None]] = field(init=False)
 
-    @property
-    def workers(self) -> list[RunningWorker]:
-        """Those that live."""
-        return [running for running in (*self.prefills, *self.decodes) if running.lives]
-
     async def ask(
-        self,
-        prompt: Sequence[int],
-        max_tokens: int = 16,
-        *,
-        gateway: int = 0,
-        timeout_s: float | None = None,
-        terms: Mapping[str, Any] | None = None,
-        metadata: Mapping[str, str] | None = None,
-        leave_after: int | None = None,
-        on_token: Callable[[Answer], object] | None = None,
-        **params: Any,
+        self, prompt: Sequence[int], max_tokens: int = 16, *, gateway: int = 0, **more: Any
     ) -> Answer:
-        """Ask for one answer, as a client does; its failure is in ``error``.
-
-        terms: fields of the request beside its params. leave_after: hang up after so many tokens.
-        """
-        answer = Answer()
-        loop = asyncio.get_running_loop()
-        request = wire.GenerateRequest(
-            token_ids=pack_u32(prompt),
-            params=wire.GenerateParams(max_tokens=max_tokens, **{"temperature": 0.0, **params}),
-            **(terms or {}),
-        )
-        async with self.network.at("client").channel(self.gateways[gateway].address) as channel:
-            try:
-                async with open_stream(
-                    channel, GENERATE, timeout_s=timeout_s, metadata=metadata
-                ) as stream:
-                    await stream.send(request, end=True)
-                    async for reply in stream:
-                        assert reply.first_index == len(answer.token_ids), "an index is missing"
-                        ids = unpack_u32(reply.token_ids)
-                        answer.token_ids += ids
-                        answer.arrived_at += [loop.time()] * len(ids)
-                        answer.finish = reply.finish_reason or answer.finish
-                        answer.usage = reply.usage or answer.usage
-                        if on_token is not None and ids:
-                            on_token(answer)
-                        if leave_after is not None and len(answer.token_ids) >= leave_after:
-                            return answer
-                    answer.receipt = json.loads(stream.trailers[RECEIPT_TRAILER])
-            except MeshError as error:
-                answer.error = error
-        return answer
-
-    async def kill(self, running: RunningWorker | RunningGateway) -> None:
-        """End a process as SIGKILL does: its connections break, its transport is dead."""
-        assert running.task is not None
-        self.network.fabric.kill(running.host)
-        if isinstance(running, RunningWorker):
-            self.fabric.kill(running.transport_address)
-        running.task.cancel()
-        await asyncio.wait([running.task])
+        """Ask for one answer, as a client does; see ``grpc_client.ask``."""
+        network, address = self.network.at("client"), self.gateways[gateway].address
+        return await ask(network, address, prompt, max_tokens, **more)
 
     async def until(self, condition: Callable[[], object], limit_s: float = 60.0) -> None:
         """Wait, in virtual time, until a condition holds."""
@@ -169,15 +93,11 @@ class WholeMesh:
 
     async def idle(self) -> None:
         """Wait until nothing is held for anybody."""
-        await self.until(lambda: all(not running.pool.num_held for running in self.workers))
+        await self.until(lambda: self.is_idle)
 
     def assert_nothing_left(self) -> None:
         """Every block of every living worker is available, and no gateway holds a request."""
-        for running in self.workers:
-            pool = running.pool
-            assert pool.num_available == pool.num_blocks, repr(pool)
-            running.worker.scheduler.check_integrity()
-            pool.check_integrity([])
+        self.assert_pools_full()
         for running in self.gateways:
             if not running.lives:
                 continue
@@ -279,6 +199,3 @@ async def whole_mesh(
                 running.stop.set()
                 if running.task is not None:
                     running.task.cancel()
-
-
-__all__ = ["MODEL", "Answer", "RequestShell", "WholeMesh", "whole_mesh"]

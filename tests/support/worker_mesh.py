@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import mmap
 import random
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -33,7 +32,6 @@ from tests.support.fake_reference import fake_continuation
 from tests.support.loopback import LoopbackFabric, LoopbackSettings
 from tests.support.memory_network import MemoryNetwork
 from tests.support.virtual_compute import VirtualCompute, VirtualThread
-from tests.support.virtual_loop import run_virtual
 
 MODEL = FakeModel(max_model_len=2048)
 GATEWAY = Address("gateway", 8001)
@@ -76,16 +74,54 @@ class RunningWorker:
 
 
 @dataclass
-class WorkerMesh:
-    """Made by ``worker_mesh``; prefills[0] and decodes[0] are the pair that ``start`` takes."""
+class MemoryMesh:
+    """Workers on one memory network and one loopback transport."""
 
     network: MemoryNetwork
     fabric: LoopbackFabric
-    gateway: FakeGateway
-    other_gateway: FakeGateway
     prefills: list[RunningWorker] = field(default_factory=list)
     decodes: list[RunningWorker] = field(default_factory=list)
-    launch: Callable[[str, str], Coroutine[Any, Any, RunningWorker]] | None = None
+
+    @property
+    def workers(self) -> list[RunningWorker]:
+        """Those that live."""
+        return [running for running in (*self.prefills, *self.decodes) if running.lives]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no worker holds a block for anybody."""
+        return not any(running.pool.num_held for running in self.workers)
+
+    async def kill(self, running: Any) -> None:
+        """End a worker or gateway as SIGKILL does: its connections break, its transport is dead."""
+        self.network.fabric.kill(running.host)
+        if isinstance(running, RunningWorker):
+            self.fabric.kill(running.transport_address)
+        running.task.cancel()
+        await asyncio.wait([running.task])
+
+    def assert_pools_full(self) -> None:
+        """No living worker holds anything."""
+        for running in self.workers:
+            assert_nothing_held(running.worker)
+
+
+def assert_nothing_held(worker: Any) -> None:
+    """Every block of a worker is free or only cached, and every count holds."""
+    pool = worker.pool
+    assert pool.num_available == pool.num_blocks, repr(pool)
+    worker.scheduler.check_integrity()
+    pool.check_integrity([])
+    worker.leases.check_integrity()
+
+
+@dataclass
+class WorkerMesh(MemoryMesh):
+    """Made by ``worker_mesh``; prefills[0] and decodes[0] are the pair that ``start`` takes."""
+
+    gateway: FakeGateway = field(kw_only=True)
+    other_gateway: FakeGateway = field(kw_only=True)
+    launch: Callable[[str, str], Coroutine[Any, Any, RunningWorker]] = field(init=False)
 
     def start(
         self, prompt: Sequence[int], max_tokens: int = 8, *, p: int = 0, d: int = 0, **more: Any
@@ -109,17 +145,8 @@ class WorkerMesh:
                 await self.gateway.paired(prefill.incarnation, decode.incarnation)
                 await self.other_gateway.paired(prefill.incarnation, decode.incarnation)
 
-    async def kill(self, running: RunningWorker) -> None:
-        """End a worker as SIGKILL does: its connections break, its transport is dead."""
-        assert running.task is not None
-        self.network.fabric.kill(running.host)
-        self.fabric.kill(running.transport_address)
-        running.task.cancel()
-        await asyncio.wait([running.task])
-
     async def restart(self, p: int = 0) -> RunningWorker:
         """Start a prefill worker in the place of one that has ended; returns once it is paired."""
-        assert self.launch is not None
         host = f"{self.prefills[p].host}+"
         new = self.prefills[p] = await self.launch("prefill", host)
         for decode in self.decodes:
@@ -128,30 +155,12 @@ class WorkerMesh:
 
     async def idle(self) -> None:
         """Wait until no worker holds a block for anybody."""
-        await self.gateway.until(self._is_idle)
-
-    def _is_idle(self) -> bool:
-        return all(
-            not running.lives or not running.pool.num_held
-            for running in (*self.prefills, *self.decodes)
-        )
+        await self.gateway.until(lambda: self.is_idle)
 
     @property
     def num_transfers(self) -> int:
         """Transfers that are not settled, at both ends, of the workers that live."""
-        workers = (*self.prefills, *self.decodes)
-        return sum(it.num_transfers for it in workers if it.lives)
-
-    def assert_pools_full(self) -> None:
-        """Every block of every living worker is free or only cached, and every count holds."""
-        for running in (*self.prefills, *self.decodes):
-            if not running.lives:
-                continue
-            pool = running.pool
-            assert pool.num_available == pool.num_blocks, repr(pool)
-            running.worker.scheduler.check_integrity()
-            pool.check_integrity([])
-            running.worker.leases.check_integrity()
+        return sum(running.num_transfers for running in self.workers)
 
 
 def expected(
@@ -175,16 +184,6 @@ def random_bytes_of(source: random.Random) -> Callable[[int], bytes]:
 def new_buffer(num_bytes: int) -> Any:
     """Zeros that nobody has written: of a worker's 64 MiB of staging few pages are ever used."""
     return np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
-
-
-def virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run an async test under virtual time."""
-
-    @functools.wraps(test)
-    def run(*args: Any, **kwargs: Any) -> None:
-        run_virtual(test(*args, **kwargs))
-
-    return run
 
 
 async def launch_worker(
@@ -287,7 +286,7 @@ async def worker_mesh(
         fake_gateway(network, GATEWAY) as gateway,
         fake_gateway(network.at("other-gateway"), OTHER_GATEWAY, incarnation=0x07E2) as other,
     ):
-        mesh = WorkerMesh(network, mesh_fabric, gateway, other)
+        mesh = WorkerMesh(network, mesh_fabric, gateway=gateway, other_gateway=other)
 
         async def launch(kind: str, host: str) -> RunningWorker:
             is_prefill = kind == "prefill"

@@ -14,7 +14,7 @@ import pytest
 from services.gateway import processes
 from services.gateway.processes import ProcessFailed
 from shared.config import GatewayConfig
-from tests.support.transfer_ends import in_virtual_time
+from tests.support.virtual_loop import virtual_time
 
 FACTS = {"http_port": 8000, "grpc_port": 8100, "mesh_port": 8200}
 
@@ -36,7 +36,7 @@ class FakeProcess:
         self.ended.set()
 
 
-@in_virtual_time
+@virtual_time
 @pytest.mark.parametrize("is_first", [True, False])
 async def test_a_process_that_cannot_be_started_is_tried_again_once_one_was(
     is_first: bool, monkeypatch: pytest.MonkeyPatch

@@ -21,8 +21,8 @@ from shared.profile.machine import (
 )
 from shared.profile.measure import SWEEP_S, doubled, is_outdone, measure, sweep
 from tests.support.loopback import LoopbackFabric, LoopbackSettings
-from tests.support.transfer_ends import in_virtual_time
 from tests.support.virtual_compute import VirtualCompute
+from tests.support.virtual_loop import virtual_time
 
 PROFILE = MachineProfile(
     saturating_tokens=64,
@@ -72,7 +72,7 @@ def an_engine(num_blocks: int = 512, **timing: float) -> FakeEngine:
     )
 
 
-@in_virtual_time
+@virtual_time
 async def test_a_machine_of_known_speed_is_measured_right():
     """20 us a token on top of 0.5 ms: 256 tokens are 0.92 of the best. A message costs its copy:
     the transport buffers it."""
@@ -96,7 +96,7 @@ async def test_a_machine_of_known_speed_is_measured_right():
     ("num_blocks", "token_s", "lengths"),
     [(512, 1e-6, [16, 32, 64, 128]), (4, 1e-6, [16, 32, 64]), (512, 0.004, [16, 32, 64])],
 )
-@in_virtual_time
+@virtual_time
 async def test_a_sweep_ends_with_the_lengths_the_pool_or_the_time(
     num_blocks: int, token_s: float, lengths: list[int]
 ):
@@ -108,7 +108,7 @@ async def test_a_sweep_ends_with_the_lengths_the_pool_or_the_time(
     assert clock() <= SWEEP_S + samples[0][1]
 
 
-@in_virtual_time
+@virtual_time
 async def test_a_quicker_step_outdoes_what_was_measured():
     """Something disturbed the machine then; a slower one may be disturbed now."""
     engine = an_engine(512, base_s=0.001, prefill_token_s=1e-6)

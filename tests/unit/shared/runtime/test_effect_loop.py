@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from shared.runtime.effect_loop import EffectLoop
-from tests.support.worker_mesh import virtual_time
+from tests.support.virtual_loop import virtual_time
 
 
 class Core:

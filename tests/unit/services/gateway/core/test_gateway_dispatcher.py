@@ -31,7 +31,7 @@ from shared.errors import (
 from shared.ids import Incarnation
 from shared.request import AnswerToken, SamplingParams
 from shared.transfer.effects import MAX_RESERVE_WAIT_S
-from tests.support.decisions import a_decision
+from tests.support.routing import a_decision
 
 P, D, OTHER = Incarnation(1), Incarnation(2), Incarnation(3)
 PAIR = a_decision(P, D)

@@ -9,7 +9,7 @@ import pytest
 from services.gateway.core.routing.peer_table import PeerTable
 from services.gateway.core.worker import Role, WorkerStatus
 from shared.ids import StreamId
-from tests.unit.services.gateway.core.routing.test_gateway_routing import a_worker
+from tests.support.routing import a_worker
 
 
 def status(seen: int, *, tokens: int = 0, blocks: int = 0) -> WorkerStatus:

@@ -23,7 +23,7 @@ from shared.errors import DeadlinePassed
 from shared.rpc.network import Address
 from tests.support.http_client import raw_connection
 from tests.support.scripted_mesh import ScriptedMesh, front_door
-from tests.support.worker_mesh import virtual_time
+from tests.support.virtual_loop import virtual_time
 
 
 class Link:

@@ -24,10 +24,9 @@ from shared.errors import WorkerLost, WouldBeLate
 from shared.ids import RequestId
 from shared.request import AnswerToken, FinishReason, SamplingParams
 from shared.schedule.plan import PromptTimes
-from tests.support.decisions import NOBODY
+from tests.support.routing import NOBODY, a_worker
 from tests.support.tiny_tokenizer import tiny_text_model, tiny_tokenizer
 from tests.unit.services.gateway.core.admission.test_gateway_admission import an_admission
-from tests.unit.services.gateway.core.routing.test_gateway_routing import a_worker
 
 REQUEST = GenerationRequest(
     request_id=RequestId(bytes(16)),

@@ -13,8 +13,8 @@ from shared.errors import Overloaded, WorkerLost
 from shared.schedule.plan import PromptTimes
 from shared.telemetry.lifetime import TTFT_PHASES, Receipt
 from shared.telemetry.tracing import CANCELLED
-from tests.support.decisions import a_decision
-from tests.support.worker_mesh import virtual_time
+from tests.support.routing import a_decision
+from tests.support.virtual_loop import virtual_time
 
 
 def emit(timeline: Timeline, num_tokens: int) -> tuple[float, int]:

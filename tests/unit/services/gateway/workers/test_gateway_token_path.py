@@ -22,7 +22,7 @@ from tests.support.answer_tokens import answer_tokens
 from tests.support.http_client import gateway, parse_events, post_bytes, raw_connection
 from tests.support.scripted_mesh import ScriptedMesh, http_gateway, saying
 from tests.support.tiny_tokenizer import tiny_tokenizer
-from tests.support.worker_mesh import virtual_time
+from tests.support.virtual_loop import virtual_time
 
 # --- the core -------------------------------------------------------------------------------------
 

@@ -29,8 +29,8 @@ from shared.messages.status_codec import StatusReader
 from shared.rpc.methods import PREFILL_SESSION
 from shared.rpc.stream import open_stream
 from shared.rpc.tcp import TcpNetwork
+from tests.support.routing import a_worker
 from tests.support.worker_mesh import MODEL
-from tests.unit.services.gateway.core.routing.test_gateway_routing import a_worker
 
 
 class AWorker:

@@ -11,7 +11,7 @@ from services.gateway.core.routing.sides import Sides
 from services.gateway.core.worker import Role
 from shared.errors import DeadlinePassed, InvalidRequest, Overloaded, ShuttingDown
 from shared.tenants import Asked, Tenant
-from tests.unit.services.gateway.core.routing.test_gateway_routing import a_worker
+from tests.support.routing import a_worker
 
 
 def an_admission(running: int = 1, waiting: int = 2, **tenants: Tenant) -> Admission:

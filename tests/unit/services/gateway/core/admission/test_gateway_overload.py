@@ -17,7 +17,7 @@ from shared.errors import WouldBeLate
 from shared.predict.step_time import StepFit
 from shared.tenants import Tenant
 from tests.support.overload_mesh import Speed
-from tests.unit.services.gateway.core.routing.test_gateway_routing import a_worker
+from tests.support.routing import a_worker
 
 SPEED = Speed(prompt_tokens_per_s=1000.0, base_s=0.02, answer_s=0.01)
 

@@ -29,8 +29,8 @@ from shared.kv.journal import KvChanges, TierChanges, key_of
 from shared.kv.prefix_hash import UNIT, prefix_hashes, root_hash
 from shared.messages.columns import pack_u32
 from shared.predict.step_time import StepFit
-from tests.unit.services.gateway.core.routing.test_gateway_routing import LAYOUT, a_mesh
-from tests.unit.services.gateway.core.routing.test_gateway_routing import decide as decided
+from tests.support.routing import LAYOUT, a_mesh
+from tests.support.routing import decide as decided
 
 FIT = StepFit(constant_s=0.0, token_s=0.001, num_steps=100)
 """1,000 tokens a second."""

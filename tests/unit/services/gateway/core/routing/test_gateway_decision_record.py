@@ -17,7 +17,7 @@ from services.gateway.core.routing.sides import RouteRequest
 from services.gateway.core.worker import Role
 from shared.errors import InvalidRequest
 from shared.ids import Incarnation, StreamId
-from tests.unit.services.gateway.core.routing.test_gateway_routing import a_mesh, a_worker
+from tests.support.routing import a_mesh, a_worker
 
 
 def a_busy_mesh(seed: int) -> PeerTable:

@@ -20,7 +20,7 @@ from services.gateway.core.worker import Role, Worker, WorkerStatus
 from shared.ids import Incarnation, StreamId
 from shared.predict.step_time import StepFit
 from shared.predict.transfer import KvLink
-from tests.unit.services.gateway.core.routing.test_gateway_routing import a_worker
+from tests.support.routing import a_worker
 
 FIT = StepFit(constant_s=0.1, token_s=0.01, num_steps=100)
 """A prompt of n tokens takes 0.1 + n / 100 s."""

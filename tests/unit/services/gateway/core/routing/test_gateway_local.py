@@ -16,7 +16,7 @@ from services.gateway.core.routing.sides import RouteRequest
 from services.gateway.core.worker import Role
 from shared.ids import Incarnation
 from shared.predict.step_time import StepFit
-from tests.unit.services.gateway.core.routing.test_gateway_routing import a_mesh, decide
+from tests.support.routing import a_mesh, decide
 
 FIT = StepFit(constant_s=0.001, token_s=0.001, num_steps=100)
 """1,000 tokens a second."""

@@ -27,7 +27,7 @@ from services.gateway.core.worker import Role, Worker, WorkerStatus
 from shared.errors import InvalidRequest, NotFound
 from shared.home import Home
 from shared.ids import Incarnation, StreamId
-from tests.unit.services.gateway.core.routing.test_gateway_routing import a_worker, decide
+from tests.support.routing import a_worker, decide
 
 BOTH = (Role.PREFILL, Role.DECODE)
 REQUEST = RouteRequest(num_tokens=100, max_new_tokens=60)

@@ -14,7 +14,7 @@ from services.gateway.core.routing.routing import POLICIES
 from services.gateway.core.worker import Role
 from shared.ids import StreamId
 from shared.messages.columns import pack_u32
-from tests.unit.services.gateway.core.routing.test_gateway_routing import a_mesh, decide
+from tests.support.routing import a_mesh, decide
 
 KEYS = st.integers(0, 2**64 - 1)
 DRAWS = st.floats(0, 1, exclude_max=True)

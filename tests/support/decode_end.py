@@ -1,4 +1,4 @@
-"""The lease side of a decode worker with production's own ledger, and a step loop that only stamps.
+"""The decode end of a KV push: production's own ledger, and a step loop that only stamps.
 
 Reservations, leases and block pool are the real ones. Made up are those around them: the gateway
 reserves when prefill has asked; a sequence that has joined runs for a moment, in which its KV is
@@ -9,10 +9,12 @@ room: its step writes them, and reads them back a little later.
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from shared.errors import MeshError
-from shared.ids import Incarnation, StreamId
+from shared.ids import Incarnation, LeaseToken, RequestId, StreamId
 from shared.kv.pool import BlockPool
 from shared.request import FinishReason, SamplingParams, WorkItem
 from shared.schedule.plan import NewToken
@@ -29,37 +31,43 @@ from shared.worker.request import Request
 from shared.worker.requests import Requests
 from shared.worker.reservations import Reservations
 from tests.support.stamped_kv import StampedKv
-from tests.support.transfer_ends import RUNNING, num_tokens_of, request_of
 
+RUNNING = 1 << 29
+"""Added to the number of a running sequence that got a request's blocks."""
 READ_AGAIN_S = 0.002
 STEP_S = 0.003
 WAIT_S = 50.0
 
 
-class WatchedBook:
-    """Production's lease book, watched. on_open: a source asked for what nobody has reserved;
-    on_attach: it may push from now on; on_release: blocks of a transfer that failed come home."""
+def num_tokens_of(request: int, most: int) -> int:
+    """Length of a request's prompt: anything from 1 to ``most``, the same on both ends."""
+    return 1 + random.Random(request).randrange(most)
 
-    def __init__(
-        self,
-        book: Reservations,
-        *,
-        on_open: Callable[[TransferKey, Incarnation], None],
-        on_attach: Callable[[TransferKey], None],
-        on_release: Callable[[Callable[[], None]], None],
-    ) -> None:
+
+def key_of(request: int) -> TransferKey:
+    """Attempt 0 of the request with this number."""
+    return TransferKey(RequestId(request.to_bytes(16, "little")), 0, LeaseToken(bytes(16)))
+
+
+def request_of(key: TransferKey) -> int:
+    """The number of a request made by ``key_of``."""
+    return int.from_bytes(key.request_id, "little")
+
+
+class WatchedBook:
+    """Production's lease book, watched by its end."""
+
+    def __init__(self, book: Reservations, end: DecodeEnd) -> None:
         self._book = book
-        self._on_open = on_open
-        self._on_attach = on_attach
-        self._on_release = on_release
+        self._end = end
         self.num_quarantined = 0
 
     def attach(self, key: TransferKey, source: Incarnation) -> LeaseTerms | NoTermsYet:
         terms = self._book.attach(key, source)
         if terms is NoTermsYet.NOT_RESERVED:
-            self._on_open(key, source)
+            self._end.opened(key, source)
         elif isinstance(terms, LeaseTerms):
-            self._on_attach(key)
+            return self._end.attached(key, terms)
         return terms
 
     def quarantined(self, key: TransferKey) -> None:
@@ -67,26 +75,32 @@ class WatchedBook:
         self._book.quarantined(key)
 
     def release(self, key: TransferKey) -> None:
-        self._on_release(lambda: self._book.release(key))
+        self._end.released(lambda: self._book.release(key))
 
     def source_lost(self, source: Incarnation, error: MeshError) -> None:
         self._book.source_lost(source, error)
 
     def placed(self, receive: HandOver) -> None:
+        assert receive.first_token == request_of(receive.key) % 1000
         self._book.placed(receive)
 
     def failed(self, key: TransferKey, error: MeshError) -> None:
         self._book.failed(key, error)
 
 
-class LedgerEnd:
-    """The decode worker round its reservations: gateway and step loop."""
+class DecodeEnd:
+    """The decode worker round its reservations: gateway and step loop.
 
-    def __init__(
-        self, engine: StampedKv, *, most_tokens: int, on_attach: Callable[[TransferKey], None]
-    ) -> None:
+    is_reserving: the gateway does so by itself. skip: leading tokens that are already here, per
+    request. on_attach: prefill may push from now on.
+    """
+
+    def __init__(self, engine: StampedKv, *, most_tokens: int) -> None:
         self._engine = engine
         self._most_tokens = most_tokens
+        self.is_reserving = True
+        self.skip: Callable[[int], int] = lambda request: 0
+        self.on_attach: Callable[[TransferKey], object] = lambda key: None
         self.pool = BlockPool(engine.num_blocks, engine.block_size)
         self.leases = Leases(self.pool, LeasePolicy())
         self.requests = Requests(
@@ -100,12 +114,7 @@ class LedgerEnd:
             max_prompts=1,
             max_answers=1 << 10,
         )
-        self.book = WatchedBook(
-            self.requests.reservations,
-            on_open=self._open,
-            on_attach=on_attach,
-            on_release=self._release,
-        )
+        self.book = WatchedBook(self.requests.reservations, self)
         self._requests: dict[TransferKey, Request | None] = {}
         self._num_runs = 0
         self.num_placed = 0
@@ -138,18 +147,29 @@ class LedgerEnd:
 
     # --- the gateway -----------------------------------------------------------------------------
 
-    def _open(self, key: TransferKey, prefill: Incarnation) -> None:
-        if key not in self._requests:
+    def opened(self, key: TransferKey, prefill: Incarnation) -> None:
+        """A source asks for what nobody has reserved."""
+        if self.is_reserving and key not in self._requests:
             self._requests[key] = None
-            asyncio.get_running_loop().call_soon(self._reserve, key, prefill)
+            asyncio.get_running_loop().call_soon(self.reserve, key, prefill)
 
-    def _reserve(self, key: TransferKey, prefill: Incarnation) -> None:
+    def attached(self, key: TransferKey, terms: LeaseTerms) -> LeaseTerms:
+        """It got this, of which something may be here already."""
+        request = request_of(key)
+        skip_tokens = self.skip(request)
+        for layer in range(self._engine.layout.num_layers):
+            self._engine.stamp(terms.block_table, 0, skip_tokens, layer, request)
+        self.on_attach(key)
+        return replace(terms, skip_tokens=skip_tokens)
+
+    def reserve(self, key: TransferKey, prefill: Incarnation) -> None:
+        """Ask for room."""
         num_tokens = num_tokens_of(request_of(key), self._most_tokens)
         order = Order(
             stream_id=StreamId(request_of(key)),
             key=key,
             item=WorkItem(
-                token_ids=tuple(range(num_tokens)),
+                token_ids=(1,) * num_tokens,
                 num_prompt_tokens=num_tokens,
                 sampling=SamplingParams(max_tokens=2),
             ),
@@ -212,7 +232,7 @@ class LedgerEnd:
         sequence.finish_reason = FinishReason.STOP
         self.requests.step_done([NewToken(sequence, 1, 1, FinishReason.STOP, None, ())], (), None)
 
-    def _release(self, release: Callable[[], None]) -> None:
+    def released(self, release: Callable[[], None]) -> None:
         """A lease's blocks come home, and what runs here needs all that is free."""
         self.num_released += 1
         self.pool.claim(self.pool.num_blocks)  # newcomers stand back
