@@ -19,7 +19,7 @@ from services.planner.distserve_data import (
 from services.sim.baselines.distserve import Arrival, DistServeSim, Fidelity, Latency
 from services.sim.baselines.distserve_times import Degree
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 FILES = sorted(DATA.glob("ref_simdistserve_*.csv"))
 
 NAME = re.compile(r"ref_simdistserve_opt(\d+b)_(\w+?)_tp(\d)pp(\d)_tp(\d)pp(\d)(?:_made)?\.csv")

@@ -37,7 +37,7 @@ from services.sim.baselines.splitwise import (
 from services.sim.baselines.splitwise_machine import SplitwiseMachine, SplitwiseRequest
 from services.sim.baselines.splitwise_times import Curve, prediction_error
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 RUNS = read_perf_model(DATA)
 TIMES = machine_times(RUNS, "llama2-70b", "h100-80gb")
 

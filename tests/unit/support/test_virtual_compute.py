@@ -10,7 +10,7 @@ from shared.engine.fake import FakeEngine, FakeTiming
 from shared.errors import EngineFailed
 from shared.step import StepRow
 from tests.support.virtual_compute import VirtualCompute
-from tests.support.worker_mesh import virtual_time
+from tests.support.virtual_loop import virtual_time
 
 ROW = StepRow(token_ids=[1, 2, 3], start=0, block_table=[0])
 
