@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,12 +21,13 @@ from shared.rpc.stream import ClientStream, open_stream
 from shared.rpc.tcp import TcpNetwork
 from tests.support.echo_service import ANY_PORT, granted, reserve
 from tests.support.memory_network import MemoryNetwork
+from tests.support.virtual_loop import virtual_time
 
 WINDOW_BYTES = 65_535
 
 
 class Host(GatewaySessions):
-    """A worker that does nothing but keep its sessions."""
+    """A worker that does nothing but keep its sessions: ``until`` something has come of them."""
 
     role = Role.DECODE
     method = DECODE_SESSION
@@ -36,25 +38,35 @@ class Host(GatewaySessions):
         super().__init__(Incarnation(9), rule=rule)
         self.sessions: list[GatewaySession] = []
         self.num_commands = 0
+        self._news = asyncio.Event()
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        while not condition():
+            self._news.clear()
+            await self._news.wait()
 
     def session_opened(self, session: GatewaySession) -> None:
         self.sessions.append(session)
+        self._news.set()
 
     def session_order(self, session: GatewaySession, order: Any) -> None:
         del session, order
         self.num_commands += 1
+        self._news.set()
 
     def session_cancel(self, session: GatewaySession, stream_id: StreamId) -> None:
         del session, stream_id
         self.num_commands += 1
+        self._news.set()
 
     def session_closed(self, session: GatewaySession, *, is_silent: bool) -> None:
         del is_silent
         self.sessions.remove(session)
+        self._news.set()
 
 
 PATIENT = LivenessRule(interval_s=5.0, suspect_after_s=10.0, dead_after_s=20.0)
-"""No heartbeat comes between the events of a test."""
+"""In real time no heartbeat comes between the events of a test."""
 
 
 async def shake_hands(stream: ClientStream[wire.DecodeCommand, wire.DecodeEvent]) -> None:
@@ -87,8 +99,7 @@ async def test_an_event_is_on_its_way_when_send_returns(kind: Any) -> None:
     ):
         await shake_hands(stream)
         await stream.send(reserve(1))
-        while not host.num_commands:
-            await asyncio.sleep(0.001)
+        await host.until(lambda: host.num_commands)
         (session,) = host.sessions
         for number in range(3):
             session.send(granted(number))
@@ -119,39 +130,36 @@ async def test_the_last_order_that_the_host_has_heard_of_is_told() -> None:
         ):
             await shake_hands(stream)
             gateway = host.sessions[0].gateway
-            for count, command in enumerate(
-                (reserve(3), reserve(8), wire.DecodeCommand(cancel=wire.CancelDecode(stream_id=9))),
-                1,
-            ):
+            cancel = wire.DecodeCommand(cancel=wire.CancelDecode(stream_id=9))
+            for command, seen in ((reserve(3), 3), (reserve(8), 8), (cancel, 8)):
+                num_before = host.num_commands
                 await stream.send(command)
-                while host.num_commands < count:
-                    await asyncio.sleep(0.001)
-                assert host.seen(gateway) == (3, 8, 8)[count - 1]
+                await host.until(lambda: host.num_commands > num_before)  # noqa: B023
+                assert host.seen(gateway) == seen
             assert host.seen(Incarnation(int(gateway) + 1)) == 0
-        while host.sessions:
-            await asyncio.sleep(0.001)
+        await host.until(lambda: not host.sessions)
         assert host.seen(gateway) == 0
 
 
+@virtual_time
 async def test_heartbeats_and_what_comes_after_the_end_wait_for_nobody() -> None:
     """Only events are counted; after the end nothing is, so that nobody waits for it."""
-    often = LivenessRule(interval_s=0.01, suspect_after_s=10.0, dead_after_s=20.0)
-    host = Host(often)
+    host = Host(PATIENT)
     network = MemoryNetwork()
-    async with (
-        asyncio.timeout(20),
-        network.serve(ANY_PORT, [host.servicer]) as server,
-        network.channel(server.address) as channel,
-        open_stream(channel, DECODE_SESSION) as stream,
-    ):
-        await shake_hands(stream)
-        (session,) = host.sessions
-        for _ in range(3):
-            beat = await stream.receive()
-            assert beat is not None
-            assert beat.heartbeat is not None
+    async with network.serve(ANY_PORT, [host.servicer]) as server:
+        async with (
+            network.channel(server.address) as channel,
+            open_stream(channel, DECODE_SESSION) as stream,
+        ):
+            await shake_hands(stream)
+            (session,) = host.sessions
+            for _ in range(3):
+                beat = await stream.receive()
+                assert beat is not None
+                assert beat.heartbeat is not None
+                assert session._outbox_bytes == 0
+            session.close(WorkerLost("the test is over"))
+            session.send(granted(1))
             assert session._outbox_bytes == 0
-        session.close(WorkerLost("the test is over"))
-        session.send(granted(1))
-        assert session._outbox_bytes == 0
-        await session.drained.wait()
+            await session.drained.wait()
+        await host.until(lambda: not host.sessions)

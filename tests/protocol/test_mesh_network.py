@@ -34,6 +34,7 @@ from shared.rpc.network import Network
 from shared.rpc.stream import open_stream
 from tests.support.echo_service import EchoService, reserve
 from tests.support.memory_network import MemoryNetwork
+from tests.support.virtual_loop import virtual_time
 
 SERVER = Address("decode-0", 9000)
 SECRET, OTHER_SECRET = MeshSecret("5a" * 32), MeshSecret("5b" * 32)
@@ -86,6 +87,7 @@ async def test_both_know_the_secret() -> None:
         await ask(it.dialler())
 
 
+@virtual_time
 async def test_a_connection_that_takes_no_more_calls_is_not_replaced() -> None:
     """Nobody has proven anything on another one: who dialled is told to dial again, and taken for
     no stranger."""
@@ -259,9 +261,9 @@ async def test_however_many_knock_the_log_gets_one_line() -> None:
         assert line["code"] == "no_proof"
 
 
-async def test_a_listener_that_says_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+@virtual_time
+async def test_a_listener_that_says_nothing_is_left() -> None:
     """Dialling ends in time, with a sentence."""
-    monkeypatch.setattr(mesh_network, "PROOF_WITHIN_S", 0.05)
     network = MemoryNetwork()
     from shared.rpc.service import Servicer, bind
 

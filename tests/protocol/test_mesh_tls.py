@@ -33,7 +33,7 @@ from shared.rpc.tls import MeshTls, TlsFiles
 from tests.protocol.test_gateway_session import Host
 from tests.support.certificates import LAST_YEAR, Authority
 from tests.support.echo_service import EchoService, reserve
-from tests.unit.services.gateway.core.routing.test_gateway_routing import a_worker as a_worker_of
+from tests.support.routing import a_worker as a_worker_of
 
 
 @pytest.fixture
@@ -260,12 +260,10 @@ async def test_a_worker_that_fell_silent_is_dialled_again_at_once(
             peer, Role.DECODE, service("gateway", gateway), Incarnation(7), lambda: None
         )
         running = tasks.create_task(session.run())
-        while not host.sessions:
-            await asyncio.sleep(0.01)
+        await host.until(lambda: host.sessions)
         silent.update(links)
         began_at = asyncio.get_running_loop().time()
-        while len(host.sessions) < 2:
-            await asyncio.sleep(0.01)
+        await host.until(lambda: len(host.sessions) == 2)
         took_s = asyncio.get_running_loop().time() - began_at
         running.cancel()
         await asyncio.wait([running])

@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 
 from services.gateway.front.auth import KeyRing
+from tests.support.memory_http import MemoryLink, memory_doors
 from tests.support.scripted_mesh import ScriptedMesh, http_gateway
 
 HI: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
@@ -69,6 +70,14 @@ async def gateway(mesh: ScriptedMesh, keys: KeyRing | None = None) -> AsyncGener
     """Serve a scripted mesh and connect to it."""
     async with http_gateway(mesh, keys) as url, aiohttp.ClientSession() as session:
         yield Client(url, session)
+
+
+@asynccontextmanager
+async def memory_link(mesh: ScriptedMesh) -> AsyncGenerator[MemoryLink]:
+    """Serve a scripted mesh in memory, under virtual time, and connect to it."""
+    with memory_doors() as doors:
+        async with http_gateway(mesh):
+            yield MemoryLink(doors[0])
 
 
 @asynccontextmanager

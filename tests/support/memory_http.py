@@ -32,18 +32,24 @@ def memory_doors() -> Iterator[list[Door]]:
         yield doors
 
 
-class _Link(asyncio.Transport):
-    """A client that reads at once."""
+class MemoryLink(asyncio.Transport):
+    """A connection to a door, as the gateway has it, and its client, who reads at once:
+    ``reader``, ``say``."""
 
-    def __init__(self, protocol: Any) -> None:
+    def __init__(self, door: Door) -> None:
         super().__init__()
-        self._protocol = protocol
-        self.data = bytearray()
+        self._protocol = door()
+        self.reader = asyncio.StreamReader()
         self.closed = asyncio.Event()
-        protocol.connection_made(self)
+        self._protocol.connection_made(self)
+
+    def say(self, data: bytes) -> None:
+        """Send to the gateway, if it still listens."""
+        if not self.closed.is_set():
+            self._protocol.data_received(data)
 
     def write(self, data: Any) -> None:
-        self.data += data
+        self.reader.feed_data(bytes(data))
 
     def get_write_buffer_size(self) -> int:
         return 0
@@ -54,6 +60,7 @@ class _Link(asyncio.Transport):
     def close(self) -> None:
         if not self.closed.is_set():
             self.closed.set()
+            self.reader.feed_eof()
             asyncio.get_running_loop().call_soon(self._protocol.connection_lost, None)
 
     abort = close
@@ -65,9 +72,8 @@ class _Link(asyncio.Transport):
 async def post(door: Door, route: str, body: Any) -> tuple[int, Any]:
     """Ask for a whole answer; returns status and body."""
     data = json.dumps(body).encode()
-    link = _Link(protocol := door())
     head = f"POST {route} HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: {len(data)}"
-    protocol.data_received(f"{head}\r\n\r\n".encode() + data)
-    await link.closed.wait()
-    head, _, data = bytes(link.data).partition(b"\r\n\r\n")
+    link = MemoryLink(door)
+    link.say(f"{head}\r\n\r\n".encode() + data)
+    head, _, data = (await link.reader.read()).partition(b"\r\n\r\n")
     return int(head.split()[1]), json.loads(data)

@@ -13,14 +13,21 @@ import pytest
 
 from services.gateway import limits
 from services.gateway.front.calls import Call
-from services.gateway.http import connection
-from services.gateway.http.connection import MAX_PIPELINED, HttpRequest, listen
+from services.gateway.http.connection import (
+    HEADER_TIMEOUT_S,
+    KEEPALIVE_S,
+    LINGER_S,
+    MAX_PIPELINED,
+    HttpRequest,
+    listen,
+)
 from services.gateway.http.messages import Response
 from services.gateway.http.server import AllowedOrigins, Policy, Route, Routes
 from shared.errors import WorkerLost
 from shared.rpc.network import Address
-from tests.support.http_client import raw_connection
+from tests.support.http_client import memory_link, raw_connection
 from tests.support.scripted_mesh import ScriptedMesh, front_door, http_gateway, saying
+from tests.support.virtual_loop import virtual_time
 
 BODY = b'{"prompt":"a"}'
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
@@ -45,6 +52,11 @@ async def asked(data: bytes, mesh: ScriptedMesh | None = None, *, ends: bool = F
             writer.write_eof()
         async with asyncio.timeout(10):
             return await reader.read()
+
+
+def now() -> float:
+    """The loop's time."""
+    return asyncio.get_running_loop().time()
 
 
 def split(data: bytes) -> list[tuple[int, dict[str, str], bytes]]:
@@ -200,17 +212,17 @@ async def test_what_two_servers_could_read_in_two_ways_is_refused(
     assert mesh.requests == []
 
 
+@virtual_time
 async def test_what_is_no_http_after_a_request_is_told_after_its_answer() -> None:
     """It arrives apart, while the request is answered: that is not harmed."""
     gate = asyncio.Semaphore(0)
     mesh = ScriptedMesh(saying("the", gate=gate))
-    async with http_gateway(mesh) as url, raw_connection(url) as (reader, writer):
-        writer.write(with_length())
+    async with memory_link(mesh) as link:
+        link.say(with_length())
         await mesh.wait_running(1)
-        writer.write(b"canary\r\n\r\n")
-        await asyncio.sleep(0.05)
+        link.say(b"canary\r\n\r\n")
         gate.release()
-        answers = split(await reader.read())
+        answers = split(await link.reader.read())
     assert [status for status, _, _ in answers] == [200, 400]
 
 
@@ -237,34 +249,35 @@ async def test_headers_of_a_response_cannot_be_forged() -> None:
 # --- bodies ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@virtual_time
 async def test_a_client_that_waits_to_be_asked_for_its_body_is_asked() -> None:
     """With 100; and not where the body is refused at once."""
-    async with (
-        http_gateway(ScriptedMesh(saying("the"))) as url,
-        raw_connection(url) as (reader, writer),
-    ):
-        writer.write(POST + b"Expect: 100-continue\r\nContent-Length: 14\r\n\r\n")
-        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
-        writer.write(BODY + LAST)
-        assert [status for status, _, _ in split(await reader.read())] == [200, 200]
-    more = b"Expect: 100-continue\r\nContent-Length: 999999999\r\n\r\n"
-    ((status, headers, _),) = split(await asked(POST + more + b" " * 100_000))
+    async with memory_link(ScriptedMesh(saying("the"))) as link:
+        link.say(POST + b"Expect: 100-continue\r\nContent-Length: 14\r\n\r\n")
+        asked_for = await link.reader.readuntil(b"\r\n\r\n")
+        assert asked_for == b"HTTP/1.1 100 Continue\r\n\r\n"
+        link.say(BODY + LAST)
+        assert [status for status, _, _ in split(await link.reader.read())] == [200, 200]
+    async with memory_link(ScriptedMesh()) as link:
+        more = b"Expect: 100-continue\r\nContent-Length: 999999999\r\n\r\n"
+        link.say(POST + more + b" " * 100_000)
+        ((status, headers, _),) = split(await link.reader.read())
     assert (status, headers["connection"]) == (413, "close")
 
 
-async def test_an_early_answer_can_be_read_by_who_still_sends(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@virtual_time
+async def test_an_early_answer_can_be_read_by_who_still_sends() -> None:
     """What is still sent is taken for a while, and then the connection ends."""
-    monkeypatch.setattr(connection, "LINGER_S", 0.1)
     head = b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n"
-    async with http_gateway(ScriptedMesh()) as url, raw_connection(url) as (reader, writer):
-        writer.write(head)
+    async with memory_link(ScriptedMesh()) as link:
+        link.say(head)
         for _ in range(5):
-            writer.write(b" " * 10_000)
-            await asyncio.sleep(0.01)
-        ((status, headers, _),) = split(await reader.read())
+            link.say(b" " * 10_000)
+            await asyncio.sleep(LINGER_S / 10)
+            assert not link.closed.is_set()
+        await link.closed.wait()
+        assert now() == pytest.approx(LINGER_S)
+        ((status, headers, _),) = split(await link.reader.read())
     assert (status, headers["connection"]) == (404, "close")
 
 
@@ -272,68 +285,71 @@ async def test_an_early_answer_can_be_read_by_who_still_sends(
 
 
 @pytest.mark.parametrize(
-    "begun", [b"", b"GET /health HTTP/1.1\r\nHo", HEALTH, HEALTH + b"GET /health HTTP/1.1\r\nHo"]
+    ("parts", "limit_s"),
+    [
+        ([], HEADER_TIMEOUT_S),
+        ([HEALTH[:10]], HEADER_TIMEOUT_S),
+        ([HEALTH], KEEPALIVE_S),
+        ([HEALTH, HEALTH[:10]], HEADER_TIMEOUT_S),
+    ],
 )
-async def test_a_silent_connection_is_closed(begun: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+@virtual_time
+async def test_a_silent_connection_is_closed(parts: list[bytes], limit_s: float) -> None:
     """Before its first request, amid one's headers, and between two."""
-    monkeypatch.setattr(connection, "HEADER_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(connection, "KEEPALIVE_S", 0.1)
-    answers = split(await asked(begun))
-    assert len(answers) == begun.count(b"\r\n\r\n")
+    async with memory_link(ScriptedMesh()) as link:
+        for part in parts:
+            link.say(part)
+        answers = split(await link.reader.read())
+        assert now() == pytest.approx(limit_s)
+    assert len(answers) == parts.count(HEALTH)
 
 
-@pytest.mark.parametrize("begun", [b"", HEALTH[:10]])
+@pytest.mark.parametrize(
+    ("begun", "limit_s"), [(b"", KEEPALIVE_S), (HEALTH[:10], HEADER_TIMEOUT_S)]
+)
+@virtual_time
 async def test_headers_that_begin_amid_an_answer_have_no_longer(
-    begun: bytes, monkeypatch: pytest.MonkeyPatch
+    begun: bytes, limit_s: float
 ) -> None:
     """Their time runs from its end; the end of its own request's body begins none."""
-    monkeypatch.setattr(connection, "HEADER_TIMEOUT_S", 0.1)
     gate = asyncio.Semaphore(0)
-    mesh = ScriptedMesh(saying("the", gate=gate))
-    async with http_gateway(mesh) as url, raw_connection(url) as (reader, writer):
+    async with memory_link(ScriptedMesh(saying("the", gate=gate))) as link:
         for part in (with_length()[:-5], with_length()[-5:], begun):
-            writer.write(part)
-            await asyncio.sleep(0.05)
+            link.say(part)
+            await asyncio.sleep(HEADER_TIMEOUT_S * 0.75)
         gate.release()
-        await reader.readuntil(b"}}}")
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(10 if begun else 0.5):
-                assert await reader.read() == b""
-        assert reader.at_eof() is bool(begun)
+        await link.reader.readuntil(b"}}}")
+        ended_at = now()
+        assert await link.reader.read() == b""
+        assert now() - ended_at == pytest.approx(limit_s)
 
 
-async def test_slow_headers_are_not_kept_alive_by_a_byte_now_and_then(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@virtual_time
+async def test_slow_headers_are_not_kept_alive_by_a_byte_now_and_then() -> None:
     """Their time runs from their first byte."""
-    monkeypatch.setattr(connection, "HEADER_TIMEOUT_S", 0.2)
-    async with http_gateway(ScriptedMesh()) as url, raw_connection(url) as (reader, writer):
-        writer.write(HEALTH)
-        await reader.readuntil(b"}")
-        began_at = asyncio.get_running_loop().time()
+    async with memory_link(ScriptedMesh()) as link:
+        link.say(HEALTH)
+        await link.reader.readuntil(b"}")
+        began_at = now()
         for byte in b"GET /health HTTP/1.1\r\nX: " + b"y" * 2000:
-            writer.write(bytes([byte]))
-            await asyncio.sleep(0.01)
-            if reader.at_eof() or reader.exception() is not None:
+            link.say(bytes([byte]))
+            if link.closed.is_set():
                 break
-        with contextlib.suppress(ConnectionResetError):  # a byte came after the end
-            assert await reader.read() == b""
-        # A busy machine takes its time, but no 2,000 bytes.
-        assert asyncio.get_running_loop().time() - began_at < 15
+            await asyncio.sleep(HEADER_TIMEOUT_S / 20)
+        assert now() - began_at == pytest.approx(HEADER_TIMEOUT_S, rel=0.1)
 
 
-async def test_headers_that_begin_between_requests_have_no_longer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@virtual_time
+async def test_headers_that_begin_between_requests_have_no_longer() -> None:
     """Their time does not end with that of a connection that asks nothing."""
-    monkeypatch.setattr(connection, "HEADER_TIMEOUT_S", 0.1)
-    async with http_gateway(ScriptedMesh()) as url, raw_connection(url) as (reader, writer):
-        writer.write(HEALTH)
-        await reader.readuntil(b"}")
-        await asyncio.sleep(0.2)
-        writer.write(HEALTH[:10])
-        async with asyncio.timeout(10):
-            assert await reader.read() == b""
+    async with memory_link(ScriptedMesh()) as link:
+        link.say(HEALTH)
+        await link.reader.readuntil(b"}")
+        await asyncio.sleep(KEEPALIVE_S - 1.0)
+        began_at = now()
+        link.say(HEALTH[:10])
+        assert await link.reader.read() == b""
+        assert now() - began_at == pytest.approx(HEADER_TIMEOUT_S)
 
 
 async def test_more_connections_than_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.gateway.front.auth import KeyRing, hash_key
+from services.gateway.http.connection import HEADER_TIMEOUT_S, LINGER_S
+from services.gateway.http.server import BODY_TIMEOUT_S
 from services.gateway.limits import MAX_BODY_BYTES
 from services.gateway.mesh import GenerationRequest, Tokens
 from shared.errors import (
@@ -31,13 +33,14 @@ from shared.errors import (
     WorkerLost,
 )
 from tests.support.answer_tokens import answer_tokens
-from tests.support.http_client import HI, gateway, post_bytes, raw_connection
+from tests.support.http_client import HI, gateway, memory_link, post_bytes, raw_connection
 from tests.support.scripted_mesh import (
     ScriptedMesh,
     failing_after,
     http_gateway,
     saying,
 )
+from tests.support.virtual_loop import virtual_time
 
 
 def packed(data: bytes) -> bytes:
@@ -290,23 +293,31 @@ async def test_malformed_http_is_answered_in_our_shape_without_an_echo(data: byt
     assert b"canary" not in answer
 
 
+@pytest.mark.parametrize(
+    ("begun", "limit_s", "code"),
+    [
+        (b"GET /health HTTP/1.1\r\nHost:", HEADER_TIMEOUT_S, ""),
+        (
+            post_bytes("/v1/completions", {"prompt": "a"})[:-3],
+            BODY_TIMEOUT_S + LINGER_S,
+            "body_timeout",
+        ),
+    ],
+)
+@virtual_time
 async def test_a_client_that_never_finishes_its_request_is_dropped(
-    monkeypatch: pytest.MonkeyPatch,
+    begun: bytes, limit_s: float, code: str
 ) -> None:
     """Neither slow headers nor a slow body hold a connection for ever."""
-    monkeypatch.setattr("services.gateway.http.connection.HEADER_TIMEOUT_S", 0.02)
-    monkeypatch.setattr("services.gateway.http.server.BODY_TIMEOUT_S", 0.02)
-    monkeypatch.setattr("services.gateway.http.connection.LINGER_S", 0.02)
-    async with http_gateway(ScriptedMesh()) as url:
-        async with raw_connection(url) as (reader, writer):
-            writer.write(b"GET /health HTTP/1.1\r\nHost:")
-            assert await reader.read() == b""
-        async with raw_connection(url) as (reader, writer):
-            writer.write(post_bytes("/v1/completions", {"prompt": "a"})[:-3])
-            answer = await reader.read()
-    head, _, body = answer.partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 504")
-    assert json.loads(body)["error"]["code"] == "body_timeout"
+    async with memory_link(ScriptedMesh()) as link:
+        link.say(begun)
+        head, _, body = (await link.reader.read()).partition(b"\r\n\r\n")
+        assert asyncio.get_running_loop().time() == pytest.approx(limit_s)
+    if code:
+        assert head.startswith(b"HTTP/1.1 504")
+        assert json.loads(body)["error"]["code"] == code
+    else:
+        assert head == b""
 
 
 async def test_logs_hold_no_text_and_no_key(tmp_path: Path) -> None:
