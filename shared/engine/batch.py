@@ -91,7 +91,6 @@ class StepBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens computed in this step."""
         return self.token_ids.shape[0]
 
 

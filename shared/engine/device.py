@@ -17,7 +17,6 @@ import numpy as np
 import structlog
 import torch
 
-from shared.engine.base import Buffer
 from shared.errors import EngineFailed
 
 _log = structlog.get_logger(__name__)
@@ -85,30 +84,6 @@ def require_shareable_memory(environment: Mapping[str, str]) -> None:
             "it out of PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF",
             code="expandable_segments",
         )
-
-
-def enter_thread(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        # Neither that nor an allocation is sure to call CUDA on a new thread: torch knows the
-        # device, and has memory left. This does, and so makes the context current here.
-        torch.cuda.synchronize(device)
-
-
-def new_staging(num_bytes: int, device: torch.device) -> Buffer:
-    """Return a staging buffer: a CUDA uint8 tensor, or a numpy array.
-
-    numpy asks for huge pages for large arrays; writing zeros maps them now, so that no transfer
-    pays for page faults.
-    """
-    if device.type == "cuda":
-        slab = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        # The zeros must not overtake a copy; a step that runs need not be waited for.
-        torch.cuda.current_stream(device).synchronize()
-        return slab
-    buffer = np.empty(num_bytes, dtype=np.uint8)
-    buffer.fill(0)
-    return buffer
 
 
 def page_lock(memory: np.ndarray, device: torch.device) -> None:

@@ -392,7 +392,6 @@ class FakeEngine(Engine):
         return RowResult(token_id, logprobs, prompt_logprobs, failure)
 
     def _slots(self, block_table: Sequence[int], start: int, stop: int) -> Words:
-        """Slots of positions [start, stop)."""
         size = self.block_size
         if not 0 <= start <= stop <= len(block_table) * size:
             raise LocalProtocolError(

@@ -22,7 +22,6 @@ from shared.engine.attention.triton import TritonAttention
 from shared.engine.base import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_CPU_KV_BYTES,
-    Buffer,
     OnLayer,
     PreparedStep,
 )
@@ -112,7 +111,7 @@ class TorchEngine(DeviceEngine):
         guides: Guides | None = None,
     ) -> None:
         super().__init__(
-            *(spec, kv.layout, kv.num_blocks, kv.block_size),
+            *(spec, kv.layout, kv.num_blocks, kv.block_size, kv.copies),
             device=device,
             streams=streams,
             guides=guides,
@@ -307,21 +306,11 @@ class TorchEngine(DeviceEngine):
     def pool_arrays(self) -> list[np.ndarray]:
         return self._kv.arrays()
 
-    def _copy_out(
-        self, table: Sequence[int], start: int, stop: int, first: int, last: int, out: Buffer
-    ) -> None:
-        self._kv.gather(table, start, stop, first, last, out)
-
-    def _copy_in(
-        self, table: Sequence[int], start: int, stop: int, first: int, last: int, data: Buffer
-    ) -> None:
-        self._kv.scatter(table, start, stop, first, last, data)
-
     def close(self) -> None:
         """Give the pool and the weights back; the engine is unusable afterwards."""
         if self._guides is not None:
             self._guides.close()
-        for name in ("_kv", "forward"):
+        for name in ("_kv", "_copies", "forward"):
             self.__dict__.pop(name, None)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

@@ -10,7 +10,10 @@ import pytest
 import torch
 
 from shared.engine.attention.sdpa import SdpaAttention
-from shared.engine.memory.kv_copies import DeviceCopies, HostCopies, KvCopies
+from shared.engine.device_engine import DeviceEngine
+from shared.engine.fake import FakeEngine
+from shared.engine.gpu.streams import Streams
+from shared.engine.memory.kv_copies import DeviceCopies, HostCopies
 from shared.engine.memory.paged_kv import PagedKv
 from shared.engine.torch_engine import TorchEngine
 from shared.engine.torch_forward import TorchForward
@@ -25,23 +28,34 @@ pytestmark = pytest.mark.torch
 CPU = torch.device("cpu")
 
 
-def a_pool(
-    dtype: str, num_blocks: int, block_size: int, copies: type[KvCopies] = HostCopies
-) -> PagedKv:
-    layout = KvLayout(dtype=dtype, num_layers=3, num_kv_heads=2, head_dim=6)
-    kv = PagedKv(layout, num_blocks, block_size, CPU)
-    assert isinstance(kv._copies, HostCopies)
-    kv._copies = copies(list(zip(kv.keys, kv.values, strict=True)))
-    return kv
+Copies = type[HostCopies] | type[DeviceCopies]
+
+
+class Pool(DeviceEngine):
+    """An engine that only copies."""
+
+    def __init__(
+        self, dtype: str, num_blocks: int, block_size: int, copies: Copies = HostCopies
+    ) -> None:
+        layout = KvLayout(dtype=dtype, num_layers=3, num_kv_heads=2, head_dim=6)
+        self.kv = PagedKv(layout, num_blocks, block_size, CPU)
+        assert isinstance(self.kv.copies, HostCopies)
+        pools = list(zip(self.kv.keys, self.kv.values, strict=True))
+        super().__init__(
+            *(FakeEngine().spec, layout, num_blocks, block_size, copies(pools)),
+            device=CPU,
+            streams=Streams(),
+            guides=None,
+        )
 
 
 @pytest.mark.parametrize("copies", [HostCopies, DeviceCopies])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(("first_size", "second_size"), [(16, 16), (16, 1), (3, 7)])
-def test_round_trip(dtype: str, first_size: int, second_size: int, copies: type[KvCopies]) -> None:
+def test_round_trip(dtype: str, first_size: int, second_size: int, copies: Copies) -> None:
     """Random bits, NaNs among them, cross between pools of different block sizes unchanged."""
     rng = np.random.default_rng(1)
-    one, two = a_pool(dtype, 40, first_size, copies), a_pool(dtype, 80, second_size)
+    one, two = Pool(dtype, 40, first_size, copies), Pool(dtype, 80, second_size)
     start, stop, num_tokens = 5, 33, 40
     table_one = [int(x) for x in rng.permutation(40)[: -(-num_tokens // first_size)]]
     table_two = [int(x) for x in rng.permutation(80)[: -(-num_tokens // second_size)]]
@@ -57,33 +71,34 @@ def test_round_trip(dtype: str, first_size: int, second_size: int, copies: type[
 
 
 @pytest.mark.parametrize("copies", [HostCopies, DeviceCopies])
-def test_wire_layout(copies: type[KvCopies]) -> None:
+def test_wire_layout(copies: Copies) -> None:
     """A frame is [layers, key and value, tokens, heads, dim]; other slots stay as they were."""
-    kv = a_pool("float32", 4, 4, copies)
+    engine = Pool("float32", 4, 4, copies)
+    kv = engine.kv
     for layer in range(3):
         for part, pool in enumerate((kv.keys[layer], kv.values[layer])):
             for slot in range(16):
                 pool[slot] = 1000 * layer + 100 * part + slot
     out = np.zeros(2 * 2 * 3 * 12, dtype=np.float32)
-    kv.gather([2, 0], 3, 6, 1, 3, out.view(np.uint8))
+    engine.gather([2, 0], 3, 6, 1, 3, out.view(np.uint8))
     frame = out.reshape(2, 2, 3, 12)
     assert (frame == frame[..., :1]).all()
     slots = np.array([11, 0, 1])
     want = np.array([[slots + 1000, slots + 1100], [slots + 2000, slots + 2100]])
     assert (frame[..., 0] == want).all()
     before = [pool.clone() for pool in (*kv.keys, *kv.values)]
-    kv.scatter([2, 0], 3, 6, 1, 3, (out * 0).tobytes())
+    engine.scatter([2, 0], 3, 6, 1, 3, (out * 0).tobytes())
     for old, new in zip(before, (*kv.keys, *kv.values), strict=True):
         changed = sorted({int(slot) for slot in (old != new).nonzero()[:, 0]})
         assert changed in ([], [0, 1, 11])
 
 
 @pytest.mark.parametrize("copies", [HostCopies, DeviceCopies])
-def test_bad_ranges_are_refused(copies: type[KvCopies]) -> None:
+def test_bad_ranges_are_refused(copies: Copies) -> None:
     """A table that is too short, a foreign block, an empty range or a small buffer is our bug."""
-    kv = a_pool("float32", 4, 4, copies)
+    engine = Pool("float32", 4, 4, copies)
     out = np.zeros(3 * 96, dtype=np.uint8)
-    kv.gather([0], 0, 3, 0, 1, out)
+    engine.gather([0], 0, 3, 0, 1, out)
     for table, start, stop, first, last in (
         ([0], 3, 5, 0, 1),
         ([4], 0, 1, 0, 1),
@@ -94,9 +109,9 @@ def test_bad_ranges_are_refused(copies: type[KvCopies]) -> None:
         ([0], 0, 4, 0, 1),
     ):
         with pytest.raises(LocalProtocolError):
-            kv.gather(table, start, stop, first, last, out)
+            engine.gather(table, start, stop, first, last, out)
     with pytest.raises(LocalProtocolError):
-        kv.gather([0], 0, 1, 0, 1, bytes(96))
+        engine.gather([0], 0, 1, 0, 1, bytes(96))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -28,7 +28,7 @@ class VllmKv(StampedKv):
         super().__init__(**settings)
         shape = (self.num_blocks, 1, self.block_size, 2 * self.layout.head_dim)
         pools = [torch.zeros(shape, dtype=torch.uint8) for _ in range(self.layout.num_layers)]
-        self._pools = HostPools([pools], self.layout)
+        self._pools = HostPools([pools], self.layout, self.block_size)
 
     def stamp(self, table: Sequence[int], start: int, stop: int, layer: int, request: int) -> None:
         """See StampedKv."""
@@ -53,20 +53,16 @@ class VllmKv(StampedKv):
         self, table: Sequence[int], start: int, stop: int, first: int, last: int, out: Any
     ) -> None:
         """See Engine."""
-        self._pools.gather(*self._places(table, start, stop), first, last, out)
+        self._pools.gather(self._slots(table, start, stop), first, last, out)
 
     def scatter(
         self, table: Sequence[int], start: int, stop: int, first: int, last: int, data: Any
     ) -> None:
         """See Engine."""
-        self._pools.scatter(*self._places(table, start, stop), first, last, data)
+        self._pools.scatter(self._slots(table, start, stop), first, last, data)
 
     def _shape(self, start: int, stop: int, num_layers: int) -> tuple[int, ...]:
         return num_layers, 2, stop - start, self.layout.head_dim // 8
-
-    def _places(self, table: Sequence[int], start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        slots = self._slots(table, start, stop)
-        return slots // self.block_size, slots % self.block_size
 
 
 @pytest.mark.parametrize("has_fence", [True, False])

@@ -90,8 +90,8 @@ class Kind:
 
     def pools(self, ranks: Sequence[Sequence[torch.Tensor]], *, on_device: bool = False) -> Pools:
         if on_device:
-            return DevicePools(ranks[0], self.layout)
-        return HostPools(ranks, self.layout)
+            return DevicePools(ranks[0], self.layout, self.block_size)
+        return HostPools(ranks, self.layout, self.block_size)
 
 
 def dense(dtype: str, *, is_packed: bool, num_heads: int = 4) -> Kind:
@@ -117,12 +117,12 @@ DENSE = [dense(dtype, is_packed=packed) for dtype in TYPES for packed in (True, 
 PACKED = [kind for kind in DENSE if kind.is_packed]
 """In memory of the host keys and values are packed, on a device a key is beside its value."""
 LATENT = [latent(dtype, has_four_axes=four) for dtype in TYPES for four in (True, False)]
-BLOCKS, OFFSETS = (np.array(numbers) for numbers in zip(*PLACES, strict=True))
+SLOTS = np.array([block * DENSE[0].block_size + offset for block, offset in PLACES])
 
 
 def gathered(pools: Pools, num_bytes: int, first: int = 0, last: int = NUM_LAYERS) -> bytes:
     out = bytearray(b"\xee" * num_bytes)
-    pools.gather(BLOCKS, OFFSETS, first, last, out)
+    pools.gather(SLOTS, first, last, out)
     return bytes(out)
 
 
@@ -146,7 +146,7 @@ def test_a_devices_pools_make_the_same_frame(kind: Kind) -> None:
     wanted = kind.frame(ranks, 0, NUM_LAYERS)
     assert gathered(pools, len(wanted)) == wanted
     others = kind.empty(1)
-    kind.pools(others, on_device=True).scatter(BLOCKS, OFFSETS, 0, NUM_LAYERS, bytearray(wanted))
+    kind.pools(others, on_device=True).scatter(SLOTS, 0, NUM_LAYERS, bytearray(wanted))
     assert kind.frame(others, 0, NUM_LAYERS) == wanted
     assert pools.arrays() == []
 
@@ -168,7 +168,7 @@ def test_a_frame_in_the_hosts_memory_goes_into_a_devices_pools() -> None:
     pools = [torch.empty(kind.shape(1), dtype=torch.float32, device="meta")] * NUM_LAYERS
     frame = bytearray(kind.layout.token_bytes * len(PLACES))
     with _OnOneDevice():
-        DevicePools(pools, kind.layout).scatter(BLOCKS, OFFSETS, 0, NUM_LAYERS, frame)
+        DevicePools(pools, kind.layout, kind.block_size).scatter(SLOTS, 0, NUM_LAYERS, frame)
 
 
 @pytest.mark.parametrize(("before", "after"), list(itertools.product([1, 2, 4], repeat=2)))
@@ -182,7 +182,7 @@ def test_kv_of_some_ranks_goes_into_any_other_number_of_them(
     kept = [[pool.clone() for pool in pools] for pools in others]
     sent = gathered(kind.pools(ranks), kind.layout.token_bytes * len(PLACES))
     target = kind.pools(others)
-    target.scatter(BLOCKS, OFFSETS, 0, NUM_LAYERS, sent)
+    target.scatter(SLOTS, 0, NUM_LAYERS, sent)
     assert gathered(target, len(sent)) == sent == kind.frame(others, 0, NUM_LAYERS)
     everywhere = itertools.product(range(NUM_BLOCKS), range(kind.block_size))
     untouched = [place for place in everywhere if place not in PLACES]
@@ -210,7 +210,7 @@ def test_a_buffer_may_be_longer_than_its_frame(kind: Kind, on_device: bool) -> N
     assert out[len(wanted) :] == b"\xee" * 1000
     others = kind.empty(1)
     kind.pools(others, on_device=on_device).scatter(
-        BLOCKS, OFFSETS, 0, NUM_LAYERS, bytearray(wanted + b"\xee" * 1000)
+        SLOTS, 0, NUM_LAYERS, bytearray(wanted + b"\xee" * 1000)
     )
     assert kind.frame(others, 0, NUM_LAYERS) == wanted
     changed = sum(int(pool.view(torch.uint8).count_nonzero()) for pool in others[0])
@@ -224,9 +224,9 @@ def test_a_frame_cut_by_tokens_or_layers_is_the_same_kv() -> None:
     source, target = kind.pools(ranks), kind.pools(others)
     for layer, token in itertools.product(range(NUM_LAYERS), range(len(PLACES))):
         part = bytearray(kind.layout.token_layer_bytes)
-        at = (BLOCKS[token : token + 1], OFFSETS[token : token + 1])
-        source.gather(*at, layer, layer + 1, part)
-        target.scatter(*at, layer, layer + 1, part)
+        at = SLOTS[token : token + 1]
+        source.gather(at, layer, layer + 1, part)
+        target.scatter(at, layer, layer + 1, part)
     assert kind.frame(others, 0, NUM_LAYERS) == kind.frame(ranks, 0, NUM_LAYERS)
 
 
@@ -235,7 +235,7 @@ def test_more_ranks_than_heads_have_copies_of_them() -> None:
     kind = dense("bfloat16", is_packed=True, num_heads=2)
     ranks, others = kind.filled(4), kind.empty(4)
     sent = gathered(kind.pools(ranks), kind.layout.token_bytes * len(PLACES))
-    kind.pools(others).scatter(BLOCKS, OFFSETS, 0, NUM_LAYERS, sent)
+    kind.pools(others).scatter(SLOTS, 0, NUM_LAYERS, sent)
     for layer in range(NUM_LAYERS):
         bits = [pools[layer].view(torch.int16) for pools in others]
         assert torch.equal(bits[0], bits[1])

@@ -9,7 +9,7 @@ and in 220).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,13 +24,24 @@ Pools = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Keys and values of each layer, ``[slots, num_kv_heads, head_dim]``."""
 
 
-class HostCopies:
-    """Copies of some layers; the pools are in host memory, and so are buffers.
-
-    A frame is ``[layers, 2, tokens, num_kv_heads, head_dim]`` (kv/layout.py) at the front of one.
+class KvCopies(Protocol):
+    """Copies of some layers between a pool and the front of a buffer, where a frame lies as
+    ``kv/layout.py`` says.
 
     slots: int64 ``[tokens]``, all of this pool. Raises LocalProtocolError: the buffer is too small.
     """
+
+    def gather(self, slots: np.ndarray, first_layer: int, last_layer: int, out: Any) -> None:
+        """Copy from the pool into a buffer."""
+        ...
+
+    def scatter(self, slots: np.ndarray, first_layer: int, last_layer: int, data: Any) -> None:
+        """Copy from a buffer into the pool."""
+        ...
+
+
+class HostCopies(KvCopies):
+    """The pools are in host memory, and so are buffers."""
 
     def __init__(self, pools: Pools) -> None:
         raw, self._dtype = _RAW_DTYPES[pools[0][0].itemsize]
@@ -41,7 +52,6 @@ class HostCopies:
         self._width = self._layers[0][0].shape[1]
 
     def gather(self, slots: np.ndarray, first_layer: int, last_layer: int, out: Any) -> None:
-        """Copy from the pool into a buffer."""
         frame = self._frame(_host_bytes(out), len(slots), last_layer - first_layer)
         for parts, pools in zip(frame, self._layers[first_layer:last_layer], strict=True):
             for part, pool in zip(parts, pools, strict=True):
@@ -49,7 +59,6 @@ class HostCopies:
                 np.take(pool, slots, axis=0, out=part, mode="clip")
 
     def scatter(self, slots: np.ndarray, first_layer: int, last_layer: int, data: Any) -> None:
-        """Copy from a buffer into the pool."""
         frame = self._frame(np.frombuffer(data, np.uint8), len(slots), last_layer - first_layer)
         for parts, pools in zip(frame, self._layers[first_layer:last_layer], strict=True):
             for part, pool in zip(parts, pools, strict=True):
@@ -62,8 +71,8 @@ class HostCopies:
         return octets[:num_bytes].view(self._dtype).reshape(shape)
 
 
-class DeviceCopies:
-    """As ``HostCopies``; the pools are on a device, buffers there or in host memory."""
+class DeviceCopies(KvCopies):
+    """The pools are on a device, buffers there or in host memory."""
 
     def __init__(self, pools: Pools) -> None:
         self._dtype, _ = _RAW_DTYPES[pools[0][0].itemsize]
@@ -95,14 +104,6 @@ class DeviceCopies:
         num_bytes = num_layers * 2 * num_tokens * pool[0].numel() * pool.itemsize
         _require_room(octets.numel(), num_bytes)
         return octets[:num_bytes].view(self._dtype).view(shape)
-
-
-KvCopies = HostCopies | DeviceCopies
-
-
-def copies_of(pools: Pools) -> KvCopies:
-    """Return how these pools are copied."""
-    return HostCopies(pools) if pools[0][0].device.type == "cpu" else DeviceCopies(pools)
 
 
 def _require_room(num_octets: int, num_bytes: int) -> None:

@@ -8,13 +8,12 @@ owns which block is nobody's business here; see ``shared/kv``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 
 from shared.engine.memory import huge_pages
-from shared.engine.memory.kv_copies import copies_of
+from shared.engine.memory.kv_copies import DeviceCopies, HostCopies
 from shared.errors import LocalProtocolError
 from shared.kv.layout import KvLayout
 
@@ -46,14 +45,6 @@ def check_blocks(blocks: np.ndarray, num_blocks: int) -> None:
     """Raise LocalProtocolError if a block is not of a pool of so many."""
     if blocks.size and (int(blocks.min()) < 0 or int(blocks.max()) >= num_blocks):
         raise LocalProtocolError(f"block outside this pool of {num_blocks} blocks")
-
-
-def check_copy(start: int, stop: int, first_layer: int, last_layer: int, layout: KvLayout) -> None:
-    """Raise LocalProtocolError unless [start, stop) and [first_layer, last_layer) can be copied."""
-    if not 0 <= start < stop:
-        raise LocalProtocolError(f"[{start}, {stop}) is no range of positions")
-    if not 0 <= first_layer < last_layer <= layout.num_layers:
-        raise LocalProtocolError(f"[{first_layer}, {last_layer}) is no range of layers")
 
 
 class PagedKv:
@@ -88,7 +79,8 @@ class PagedKv:
         # [slots, num_kv_heads, head_dim] views of the same memory.
         self.keys = [pool.flatten(0, 1) for pool in self.key_blocks]
         self.values = [pool.flatten(0, 1) for pool in self.value_blocks]
-        self._copies = copies_of(list(zip(self.keys, self.values, strict=True)))
+        copies = HostCopies if device.type == "cpu" else DeviceCopies
+        self.copies = copies(list(zip(self.keys, self.values, strict=True)))
 
     def arrays(self) -> list[np.ndarray]:
         """Return the memory of every tensor, as octets; none if it is a device's."""
@@ -105,42 +97,3 @@ class PagedKv:
     def check_blocks(self, blocks: np.ndarray) -> None:
         """Raise LocalProtocolError if a block is not of this pool."""
         check_blocks(blocks, self.num_blocks)
-
-    def gather(
-        self,
-        block_table: Sequence[int],
-        start: int,
-        stop: int,
-        first_layer: int,
-        last_layer: int,
-        out: Any,
-    ) -> None:
-        """Copy [start, stop) x [first_layer, last_layer) into the first bytes of ``out``."""
-        slots = self._slots(block_table, start, stop, first_layer, last_layer)
-        self._copies.gather(slots, first_layer, last_layer, out)
-
-    def scatter(
-        self,
-        block_table: Sequence[int],
-        start: int,
-        stop: int,
-        first_layer: int,
-        last_layer: int,
-        data: Any,
-    ) -> None:
-        """Copy a frame from the first bytes of ``data`` to [start, stop) x [first, last layer)."""
-        slots = self._slots(block_table, start, stop, first_layer, last_layer)
-        self._copies.scatter(slots, first_layer, last_layer, data)
-
-    def _slots(
-        self,
-        block_table: Sequence[int],
-        start: int,
-        stop: int,
-        first_layer: int,
-        last_layer: int,
-    ) -> np.ndarray:
-        check_copy(start, stop, first_layer, last_layer, self.layout)
-        slots = slots_of(block_table, start, stop, self.block_size)
-        self.check_blocks(slots // self.block_size)
-        return slots

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import mmap
 import os
 import threading
@@ -37,6 +36,8 @@ LOOK_EVERY = 16
 """Pieces between two looks at what is available."""
 
 _MADV_POPULATE_WRITE = 23  # <linux/mman.h>; no constant in Python's mmap
+
+_MADVISE = ctypes.CDLL(None, use_errno=True).madvise
 
 _log = structlog.get_logger(__name__)
 
@@ -73,7 +74,8 @@ class Resident:
         began_at = time.perf_counter()
         num_bytes = 0
         for idx, (address, size) in enumerate(_pieces(self._arrays)):
-            if idx % LOOK_EVERY == 0 and _is_scarce(self._available()):
+            left = self._available() if idx % LOOK_EVERY == 0 else None
+            if left is not None and left < LEAST_LEFT_BYTES:
                 _log.warning(
                     "memory is scarce: the rest of the KV pool is mapped as it is used",
                     num_bytes=num_bytes,
@@ -118,10 +120,6 @@ def _fields(path: Path) -> dict[str, int]:
     return {words[0]: int(words[1]) for words in lines if len(words) > 1}
 
 
-def _is_scarce(available: int | None) -> bool:
-    return available is not None and available < LEAST_LEFT_BYTES
-
-
 def _pieces(arrays: Sequence[np.ndarray]) -> Iterator[tuple[int, int]]:
     """Addresses and sizes: the first piece of every array, the second of every array, and so on."""
     longest = max((array.nbytes for array in arrays), default=0)
@@ -131,18 +129,10 @@ def _pieces(arrays: Sequence[np.ndarray]) -> Iterator[tuple[int, int]]:
                 yield array.ctypes.data + offset, min(PIECE_BYTES, array.nbytes - offset)
 
 
-@functools.cache
-def _madvise() -> Callable[[ctypes.c_void_p, ctypes.c_size_t, int], int]:
-    try:
-        return ctypes.CDLL(None, use_errno=True).madvise
-    except (AttributeError, TypeError) as error:
-        raise OSError(0, "no madvise on this system") from error
-
-
 def _map(address: int, size: int) -> None:
     """Map the pages of a range, writable, as they are. Raises OSError: the kernel does not."""
     begin = address - address % mmap.PAGESIZE
     length = ctypes.c_size_t(address + size - begin)
-    if _madvise()(ctypes.c_void_p(begin), length, _MADV_POPULATE_WRITE) != 0:
+    if _MADVISE(ctypes.c_void_p(begin), length, _MADV_POPULATE_WRITE) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))

@@ -101,7 +101,6 @@ class ConfigReader:
         self.path = path
 
     def error(self, text: str) -> ModelError:
-        """Return an error that names this file."""
         return ModelError(f"{self.path}: {text}")
 
     def has(self, key: str) -> bool:
@@ -141,7 +140,6 @@ class ConfigReader:
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
-        """Return a boolean."""
         value = self._value(key, default)
         if not isinstance(value, bool):
             raise self.error(f"{key} must be true or false, not {value!r}")

@@ -123,7 +123,6 @@ class Guides:
         return self._finder.submit(self._find, places, asked) if asked else None
 
     def close(self) -> None:
-        """End the threads."""
         self._compiler.shutdown(wait=False, cancel_futures=True)
         self._finder.shutdown(wait=False, cancel_futures=True)
 

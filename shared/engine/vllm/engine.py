@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from shared.engine.base import Buffer, OnLayer, PreparedStep
+from shared.engine.base import OnLayer, PreparedStep
 from shared.engine.device import name_of
 from shared.engine.device_engine import DeviceEngine, PreparedOnDevice, QueuedOnDevice
 from shared.engine.failures import DeviceFailures
 from shared.engine.gpu.streams import Streams
-from shared.engine.memory.paged_kv import check_blocks, check_copy, slots_of
+from shared.engine.memory.paged_kv import check_blocks
 from shared.engine.sampling import sampler
 from shared.engine.sampling.guides import Guides
 from shared.engine.vllm.plugins import STEP
@@ -56,7 +56,10 @@ class VllmEngine(DeviceEngine):
         queues: sampled tokens stay on the device, and steps may be queued behind each other.
         resources: what ``close`` closes, the core first."""
         super().__init__(
-            *(spec, layout, num_blocks, block_size), device=device, streams=streams, guides=guides
+            *(spec, layout, num_blocks, block_size, pools),
+            device=device,
+            streams=streams,
+            guides=guides,
         )
         self._core = core
         self._pools = pools
@@ -169,25 +172,11 @@ class VllmEngine(DeviceEngine):
 
         return written
 
-    def _copy_out(
-        self, table: Sequence[int], start: int, stop: int, first: int, last: int, out: Buffer
-    ) -> None:
-        check_copy(start, stop, first, last, self.layout)
-        self._pools.gather(*self._places(table, start, stop), first, last, out)
-
-    def _copy_in(
-        self, table: Sequence[int], start: int, stop: int, first: int, last: int, data: Buffer
-    ) -> None:
-        check_copy(start, stop, first, last, self.layout)
-        self._pools.scatter(*self._places(table, start, stop), first, last, data)
-
-    def _places(
-        self, block_table: Sequence[int], start: int, stop: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        slots = slots_of(block_table, start, stop, self.block_size)
-        blocks = slots // self.block_size
-        check_blocks(blocks, self.num_blocks)
-        return blocks + FIRST_BLOCK, slots % self.block_size
+    def _slots(
+        self, block_table: Sequence[int], start: int, stop: int, first_layer: int, last_layer: int
+    ) -> np.ndarray:
+        slots = super()._slots(block_table, start, stop, first_layer, last_layer)
+        return slots + FIRST_BLOCK * self.block_size
 
     def close(self) -> None:
         """End vLLM's executor, and its ranks."""

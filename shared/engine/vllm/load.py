@@ -86,14 +86,15 @@ def load_vllm(
         group = _only_group(core, folder)
         layout = _layout(wanted, group)
         spec = _spec(checkpoint, wanted, arguments, release)
+        block_size = wanted.cache_config.block_size
         pools: Pools
         streams = Streams()
         if device.type == "cuda":
-            pools = DevicePools(STEP.pools, layout)
+            pools = DevicePools(STEP.pools, layout, block_size)
             streams = CudaStreams(layout.num_layers, device, _stream_of_steps(core))
         else:
             ranks = [STEP.pools] if events is None else map_pools(meeting, num_ranks)
-            pools = HostPools(ranks, layout)
+            pools = HostPools(ranks, layout, block_size)
         compiled = "eager" if wanted.model_config.enforce_eager else "compiled"
         facts = {
             "kernels": f"vllm {release}, {compiled}",
@@ -120,7 +121,7 @@ def load_vllm(
             layout,
             pools,
             num_blocks=wanted.cache_config.num_gpu_blocks - 1,
-            block_size=wanted.cache_config.block_size,
+            block_size=block_size,
             device=device,
             streams=streams,
             guides=Guides.of(files, spec.vocab_size, spec.eos_token_ids),

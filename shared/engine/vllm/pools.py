@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from shared.engine.memory.kv_copies import KvCopies
 from shared.engine.memory.staging import is_on_device
 from shared.errors import EngineFailed
 from shared.kv.layout import DTYPE_BYTES, KvLayout
@@ -42,12 +43,14 @@ class _Part(NamedTuple):
     is_transposed: bool
 
 
-class HostPools:
+class HostPools(KvCopies):
     """Pools in memory of this host: this process's, or mapped from its ranks'."""
 
-    def __init__(self, ranks: Sequence[Sequence[torch.Tensor]], layout: KvLayout) -> None:
+    def __init__(
+        self, ranks: Sequence[Sequence[torch.Tensor]], layout: KvLayout, block_size: int
+    ) -> None:
         """ranks: [rank][layer]."""
-        self._layout = layout
+        self._layout, self._block_size = layout, block_size
         _, self._dtype = _OCTETS[DTYPE_BYTES[layout.dtype]]
         self._pools = [pool for pools in ranks for pool in pools]
         self._layers: list[list[_Part]] = []
@@ -59,19 +62,15 @@ class HostPools:
                 parts += _host_parts(pool, heads, layout)
             self._layers.append(parts)
 
-    def gather(
-        self, blocks: np.ndarray, offsets: np.ndarray, first_layer: int, last_layer: int, out: Any
-    ) -> None:
-        """Copy the tokens at (block, offset) of these layers into the first bytes of ``out``."""
-        for wire, it in self._each(first_layer, last_layer, len(blocks), out):
-            wire[:] = it.pool[_index(it, blocks, offsets)]
+    def gather(self, slots: np.ndarray, first_layer: int, last_layer: int, out: Any) -> None:
+        places = np.divmod(slots, self._block_size)
+        for wire, it in self._each(first_layer, last_layer, len(slots), out):
+            wire[:] = it.pool[_index(it, *places)]
 
-    def scatter(
-        self, blocks: np.ndarray, offsets: np.ndarray, first_layer: int, last_layer: int, data: Any
-    ) -> None:
-        """Copy a frame from the first bytes of ``data`` to the tokens at (block, offset)."""
-        for wire, it in self._each(first_layer, last_layer, len(blocks), data):
-            it.pool[_index(it, blocks, offsets)] = wire
+    def scatter(self, slots: np.ndarray, first_layer: int, last_layer: int, data: Any) -> None:
+        places = np.divmod(slots, self._block_size)
+        for wire, it in self._each(first_layer, last_layer, len(slots), data):
+            it.pool[_index(it, *places)] = wire
 
     def arrays(self) -> list[np.ndarray]:
         return [pool.view(torch.uint8).numpy() for pool in self._pools]
@@ -88,13 +87,13 @@ class HostPools:
                 yield frame[layer - first_layer, it.part, :, it.heads], it
 
 
-class DevicePools:
+class DevicePools(KvCopies):
     """Pools of one rank on a device, where a key and its value lie side by side."""
 
-    def __init__(self, pools: Sequence[torch.Tensor], layout: KvLayout) -> None:
+    def __init__(self, pools: Sequence[torch.Tensor], layout: KvLayout, block_size: int) -> None:
         """pools: one a layer."""
         _require_uniform(pools, layout)
-        self._layout = layout
+        self._layout, self._block_size = layout, block_size
         self._type, _ = _OCTETS[DTYPE_BYTES[layout.dtype]]
         every_head = slice(0, layout.num_kv_heads)
         self._layers = [
@@ -105,26 +104,23 @@ class DevicePools:
             for pool in pools
         ]
 
-    def gather(
-        self, blocks: np.ndarray, offsets: np.ndarray, first_layer: int, last_layer: int, out: Any
-    ) -> None:
-        at = self._places(blocks, offsets)
-        for wire, it in self._each(first_layer, last_layer, len(blocks), out):
+    def gather(self, slots: np.ndarray, first_layer: int, last_layer: int, out: Any) -> None:
+        at = self._places(slots)
+        for wire, it in self._each(first_layer, last_layer, len(slots), out):
             wire.copy_(it.pool[at[0], :, at[1]])
 
-    def scatter(
-        self, blocks: np.ndarray, offsets: np.ndarray, first_layer: int, last_layer: int, data: Any
-    ) -> None:
-        at = self._places(blocks, offsets)
-        for wire, it in self._each(first_layer, last_layer, len(blocks), data):
+    def scatter(self, slots: np.ndarray, first_layer: int, last_layer: int, data: Any) -> None:
+        at = self._places(slots)
+        for wire, it in self._each(first_layer, last_layer, len(slots), data):
             it.pool[at[0], :, at[1]] = wire.to(it.pool.device)  # one of a tier is the host's
 
     def arrays(self) -> list[np.ndarray]:
         return []
 
-    def _places(self, blocks: np.ndarray, offsets: np.ndarray) -> list[torch.Tensor]:
+    def _places(self, slots: np.ndarray) -> list[torch.Tensor]:
         device = self._layers[0][0].pool.device
-        return [torch.from_numpy(numbers).to(device) for numbers in (blocks, offsets)]
+        places = np.divmod(slots, self._block_size)
+        return [torch.from_numpy(numbers).to(device) for numbers in places]
 
     def _each(
         self, first_layer: int, last_layer: int, num_tokens: int, buffer: Any
