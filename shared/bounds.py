@@ -65,7 +65,6 @@ class AboveZero(NamedTuple):
     high: float
 
     def why_wrong(self, value: Any) -> str:
-        """See Between."""
         return "" if 0 < value <= self.high else f"must be above 0 and at most {self.high}"
 
 
@@ -77,7 +76,6 @@ class OneOf:
         self.own = own
 
     def why_wrong(self, value: Any) -> str:
-        """See Between."""
         if value in self.words or (self.own and is_reference(value)):
             return ""
         *most, last = (*self.words, self.own) if self.own else self.words
@@ -88,7 +86,6 @@ class Host:
     """What a name of this machine may be; an empty one would be all of its addresses."""
 
     def why_wrong(self, value: Any) -> str:
-        """See Between."""
         return "" if is_host(value) else "must be an IP address or a host name"
 
 
@@ -96,7 +93,6 @@ class Reread:
     """What a file may be that is read more than once: by a command first, or when it changes."""
 
     def why_wrong(self, value: Any) -> str:
-        """See Between."""
         try:
             is_pipe = value is not None and stat.S_ISFIFO(os.stat(value).st_mode)
         except (OSError, ValueError):  # who reads it says why

@@ -220,7 +220,6 @@ def sampling_to_wire(params: SamplingParams) -> wire.SamplingParams:
 
 
 def sampling_from_wire(params: wire.SamplingParams | None) -> SamplingParams:
-    """Check and return sampling parameters."""
     if params is None:
         raise RemoteProtocolError("a request lacks its sampling", param="sampling")
     same = fields_of(params, _SAME_SAMPLING)

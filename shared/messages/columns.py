@@ -59,7 +59,6 @@ def pack_u64(values: Iterable[int]) -> bytes:
 
 
 def unpack_u64(data: bytes, *, count: int | None = None, name: str = "") -> Sequence[int]:
-    """Unpack u64 values."""
     return _unpack("Q", data, count, name)
 
 
@@ -82,7 +81,6 @@ def pack_u8(values: Iterable[int]) -> bytes:
 
 
 def unpack_u8(data: bytes, *, count: int | None = None, name: str = "") -> Sequence[int]:
-    """Unpack u8 values."""
     if count is not None and len(data) != count:
         raise _wrong_length(data, count, 1, name)
     return data

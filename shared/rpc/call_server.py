@@ -188,7 +188,6 @@ class CallServer:
         self.set_ready(True)
 
     def protocol(self) -> GuardedProtocol:
-        """Return the protocol of one connection to come."""
         return _ServerProtocol(self, self._limits)
 
     def set_ready(self, is_ready: bool) -> None:
@@ -209,7 +208,6 @@ class CallServer:
         return True
 
     def disconnected(self, protocol: _ServerProtocol) -> None:
-        """Forget a connection."""
         self._protocols.pop(protocol, None)
 
     def started(self, call: asyncio.Task[None]) -> None:

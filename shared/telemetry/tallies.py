@@ -71,7 +71,6 @@ class Tallies(Collector):
         registry.register(self)
 
     def labels(self, value: str) -> Tally:
-        """Return the histogram of one value of the label."""
         tally = self._tallies.get(value)
         if tally is None:
             tally = self._tallies[value] = Tally(self._buckets)
@@ -82,7 +81,6 @@ class Tallies(Collector):
         self._tallies[""].observe(value, times)
 
     def collect(self) -> Iterator[Metric]:
-        """Return the family as of now."""
         family = HistogramMetricFamily(
             self._name, self._documentation, labels=[self._label] if self._label else []
         )
@@ -116,7 +114,6 @@ class Counts(Collector):
         self._counts[labels] = self._counts.get(labels, 0) + amount
 
     def collect(self) -> Iterator[Metric]:
-        """Return the family as of now."""
         family = CounterMetricFamily(self._name, self._documentation, labels=self._labels)
         for labels, count in self._counts.items():
             family.add_metric(labels, count)

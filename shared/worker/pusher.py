@@ -347,7 +347,6 @@ class Pusher:
         self.core.link_up(link.id, link.rule)
 
     def link_message(self, link: PairLink, message: SinkMessage | Pull) -> None:
-        """The sink said something."""
         if isinstance(message, Pull):
             self.on_pull(link, message)
             return

@@ -202,7 +202,6 @@ class KvReceiver:
         self.core.link_up(link.id, link.peer, link.rule)
 
     def link_message(self, link: PairLink, message: SourceMessage) -> None:
-        """The source said something."""
         self._effects.perform(self.core.message(link.id, message, loop_time()))
 
     def is_using(self, link: PairLink) -> bool:

@@ -94,7 +94,6 @@ class Reservations:
             self._handle(request, LifeEvent.SETTLED, None)
 
     def close(self) -> None:
-        """Stop the clock."""
         if self._timer is not None:
             self._timer.cancel()
 
