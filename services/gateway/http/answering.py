@@ -97,10 +97,6 @@ def _num_logprobs(choices: Sequence[Choice]) -> int:
     return num
 
 
-def _num_prompt_logprobs(delta: TextDelta) -> int:
-    return sum(1 + len(entry.top) for entry in delta.prompt_logprobs or ())
-
-
 async def _stream(
     front: FrontDoor,
     request: HttpRequest,
@@ -119,7 +115,8 @@ async def _stream(
                 call.note()
                 # While a prompt's are written nothing else is: the stream has not begun, or its
                 # answers are several, and no sink.
-                is_small = sum(map(_num_prompt_logprobs, deltas)) <= MAX_LOGPROBS_ON_LOOP
+                told = (entry for delta in deltas for entry in delta.prompt_logprobs or ())
+                is_small = sum(1 + len(entry.top) for entry in told) <= MAX_LOGPROBS_ON_LOOP
                 written = map(chunks.of, deltas)
                 events_now = b"".join(written) if is_small else await to_thread(b"".join, written)
                 if events_now:

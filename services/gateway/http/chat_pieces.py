@@ -20,7 +20,8 @@ class ChatPieces:
     def add(self, piece: Message, place: str) -> None:
         """Add the next piece, which stood at ``place``; an answer's that says nothing, as thinking
         that cannot be read, is no turn of the chat."""
-        if piece.role == "assistant" and _is_nothing(piece):
+        says_something = piece.content is not None or piece.reasoning_content or piece.tool_calls
+        if piece.role == "assistant" and not says_something:
             return
         made = self.messages
         last = made[-1] if made and made[-1].role == piece.role == "assistant" else None
@@ -30,10 +31,6 @@ class ChatPieces:
         made.append(piece)
         self._places.put(chat, place)
         self._places.put(f"{chat}.tool_call_id", f"{place}.{self._call_id}")
-
-
-def _is_nothing(piece: Message) -> bool:
-    return piece.content is None and not piece.reasoning_content and not piece.tool_calls
 
 
 def _joined(said: Message, more: Message) -> bool:

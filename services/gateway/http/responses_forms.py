@@ -198,7 +198,8 @@ def chat_of_input(body: ResponsesBody) -> tuple[ChatBody, Places]:
     Raises InvalidRequest: a field that is not served, or an item that says nothing we know.
     """
     refuse_those_of(RESPONSES_UNSERVED, body)
-    effort = _effort(body)
+    asked: Reasoning | None = body.reasoning
+    effort = body.reasoning_effort if asked is None or asked.effort is None else asked.effort
     lead = [Message("system", body.instructions)] if body.instructions else []
     places = Places(
         {
@@ -223,13 +224,6 @@ def chat_of_input(body: ResponsesBody) -> tuple[ChatBody, Places]:
         separate_reasoning=body.separate_reasoning,
     )
     return chat, places
-
-
-def _effort(body: ResponsesBody) -> str | float | None:
-    asked: Reasoning | None = body.reasoning
-    if asked is None:
-        return body.reasoning_effort
-    return body.reasoning_effort if asked.effort is None else asked.effort
 
 
 def _choice(choice: FlatChoice, places: Places) -> NamedTool:

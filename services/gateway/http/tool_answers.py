@@ -69,11 +69,9 @@ class ToolChatFormat(ChatFormat):
         function = bodies.CallPart(said.name or UNSET, said.text)
         if not said.name:
             return bodies.DeltaBody(tool_calls=[bodies.CallDelta(said.call, function)])
-        call = bodies.CallDelta(said.call, function, self._new_id(choice, said.call), "function")
+        call_id = new_call_id(self._head.id, choice, said.call)
+        call = bodies.CallDelta(said.call, function, call_id, "function")
         return bodies.DeltaBody(tool_calls=[call])
-
-    def _new_id(self, choice: int, call: int) -> str:
-        return new_call_id(self._head.id, choice, call)
 
     def _finish_name(self, last: TextDelta) -> bodies.FinishName:
         reason = last.finish_reason
@@ -88,7 +86,14 @@ class ToolChatFormat(ChatFormat):
         said = self._tellers[index].take(answer)
         thought = "".join(one.text for one in said if one.is_thought)
         text = "".join(one.text for one in said if one.call < 0 and not one.is_thought)
-        calls = _whole_calls(said, lambda call: self._new_id(index, call))
+        calls: list[bodies.CallBody] = []
+        for one in said:
+            if one.name:
+                function = bodies.WholeCall(one.name, "")
+                call_id = new_call_id(self._head.id, index, one.call)
+                calls.append(bodies.CallBody(call_id, "function", function))
+            if one.call >= 0:
+                calls[one.call].function.arguments += one.text
         message = bodies.AnswerMessage(
             role="assistant",
             content=text if text.strip() or not calls else None,
@@ -100,14 +105,3 @@ class ToolChatFormat(ChatFormat):
         return bodies.ChatChoice(
             index, message, logprobs, self._finish_name(answer), answer.stop_reason
         )
-
-
-def _whole_calls(said: Sequence[Said], new_id: Callable[[int], str]) -> list[bodies.CallBody]:
-    calls: list[bodies.CallBody] = []
-    for one in said:
-        if one.name:
-            function = bodies.WholeCall(one.name, "")
-            calls.append(bodies.CallBody(new_id(one.call), "function", function))
-        if one.call >= 0:
-            calls[one.call].function.arguments += one.text
-    return calls

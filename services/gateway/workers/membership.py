@@ -275,13 +275,10 @@ class Membership:
         """Choose a pair, or None if none can take the request now."""
         now = asyncio.get_running_loop().time()
         decision, wanted = self.router.route(request, now, self._random())
-        for pair in wanted:
-            self._ask_for_pair(*pair, now)
+        # A decision would have used these pairs, and another one will.
+        for worker, peer in wanted:
+            known = self.table.get(peer)
+            if known is not None and self.table.ask_for(worker, peer, now):
+                self.pairs.setdefault(worker, []).append(known)
+                self.directives.tell()
         return decision
-
-    def _ask_for_pair(self, worker: Incarnation, peer: Incarnation, now: float) -> None:
-        """A decision would have used this pair, and another one will."""
-        known = self.table.get(peer)
-        if known is not None and self.table.ask_for(worker, peer, now):
-            self.pairs.setdefault(worker, []).append(known)
-            self.directives.tell()

@@ -95,7 +95,10 @@ class WorkerSession:
         order.stream_id = stream_id = StreamId(self._next_stream_id)
         self._next_stream_id += 1
         if stream_id == MAX_STREAM_ID:
-            self._begin_anew()
+            # What is on this session goes on over the next one, or elsewhere.
+            self._next_stream_id = 1
+            if self._control is not None:
+                self._control.close(WorkerLost("the session has had all orders that it can number"))
         self._legs[stream_id] = leg
         self.worker.ordered(
             self._role,
@@ -130,12 +133,6 @@ class WorkerSession:
     def _post(self, command: Any) -> None:
         if self._control is not None:
             self._control.send(command)
-
-    def _begin_anew(self) -> None:
-        """Its ids are used up: what is on this session goes on over the next one, or elsewhere."""
-        self._next_stream_id = 1
-        if self._control is not None:
-            self._control.close(WorkerLost("the session has had all orders that it can number"))
 
     # --- the stream -----------------------------------------------------------------------------
 
