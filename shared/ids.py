@@ -46,18 +46,6 @@ RandomBytes = Callable[[int], bytes]
 """``os.urandom`` in production, ``random.Random(seed).randbytes`` under simulation."""
 
 
-def new_request_id(random_bytes: RandomBytes) -> RequestId:
-    return RequestId(random_bytes(ID_BYTES))
-
-
-def new_transfer_id(random_bytes: RandomBytes) -> TransferId:
-    return TransferId(random_bytes(ID_BYTES))
-
-
-def new_lease_token(random_bytes: RandomBytes) -> LeaseToken:
-    return LeaseToken(random_bytes(ID_BYTES))
-
-
 def new_incarnation(random_bytes: RandomBytes) -> Incarnation:
     """Return a fresh incarnation; 0 is kept for "nobody"."""
     return Incarnation(int.from_bytes(random_bytes(8), "little") or 1)

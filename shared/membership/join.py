@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -358,22 +358,20 @@ class Registration:
             if directive.drain is not None:
                 self._on_drain()
             if directive.home is not None:
-                self._take_home(directive.home)
+                role = codec.ROLES.get(directive.home.role)
+                if role is None:
+                    raise RemoteProtocolError("no worker's role", param="role")
+                self._on_home(Home(role, directive.home.epoch, directive.home.order))
             if directive.pace is not None:
                 link.gather_s = _within(directive.pace.gather_s, REPORT_S, "gather_s")
             if directive.kv is not None:
                 self._ask_kv(link, directive.kv)
 
-    def _take_home(self, order: wire.SetHome) -> None:
-        role = codec.ROLES.get(order.role)
-        if role is None:
-            raise RemoteProtocolError("no worker's role", param="role")
-        self._on_home(Home(role, order.epoch, order.order))
-
     def _name(self, link: _Link, peers: tuple[MeshPeer, ...]) -> None:
         link.peers = peers
-        named = (it.peers for it in self._links.values())
-        before, self._peers = self._peers, _merged(named)
+        # All that any gateway names, each once, in the order in which they are named.
+        named = {peer.incarnation: peer for it in self._links.values() for peer in it.peers}
+        before, self._peers = self._peers, tuple(named.values())
         if self._peers != before:
             self._on_peers(self._peers)
 
@@ -399,11 +397,6 @@ class _Link:
         """Whether it has not refused this worker. Who was absent may come, but for an address of
         this machine: ``localhost`` is ::1, too, where hardly anybody listens."""
         return not (self.is_refused or (self.is_absent and is_loopback(self.address.host)))
-
-
-def _merged(named: Iterable[Sequence[MeshPeer]]) -> tuple[MeshPeer, ...]:
-    """Return all that any gateway names, each once, in the order in which they are named."""
-    return tuple({peer.incarnation: peer for peers in named for peer in peers}.values())
 
 
 def _within(seconds: float, most_s: float, name: str) -> float:

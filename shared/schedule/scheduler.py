@@ -176,7 +176,8 @@ class Scheduler:
         draft = Draft(self._policy.budget)
         self._queues.stalled = []
         self._plan_decodes(draft)
-        self._plan_chunks(draft)
+        for sequence in self._queues.computing:  # prompts (and recomputes) under way, oldest first
+            self._add_chunk(sequence, draft)
         # Who has just lost its room does not get it back in the same breath.
         if not draft.preempted:
             self._plan_admissions(draft)
@@ -301,11 +302,6 @@ class Scheduler:
         draft.failed.append(Failure(sequence, error))
         self._queues.leave_running(sequence)
         self._queues.finish(sequence)
-
-    def _plan_chunks(self, draft: Draft) -> None:
-        """Continue prompts (and recomputes) under way, oldest first."""
-        for sequence in self._queues.computing:
-            self._add_chunk(sequence, draft)
 
     def _plan_admissions(self, draft: Draft) -> None:
         """Let waiting sequences in, oldest first, none overtaking, each with all its blocks or

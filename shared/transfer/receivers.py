@@ -26,7 +26,7 @@ from shared.errors import (
     Overloaded,
     RemoteProtocolError,
 )
-from shared.ids import Incarnation, RandomBytes, TransferId, new_transfer_id
+from shared.ids import ID_BYTES, Incarnation, RandomBytes, TransferId
 from shared.transfer.effects import (
     AskTerms,
     EndLeases,
@@ -188,7 +188,11 @@ class Receivers:
             )
         self._epoch += 1
         grant = Grant(
-            key, new_transfer_id(self._random_bytes), self._epoch, self._tags.take(), skip_tokens
+            key,
+            TransferId(self._random_bytes(ID_BYTES)),
+            self._epoch,
+            self._tags.take(),
+            skip_tokens,
         )
         receiver = Receiver(
             grant,

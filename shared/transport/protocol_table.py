@@ -70,7 +70,7 @@ def read_lane(
     ]
     if not sends:
         fetched = [row for row in rows if row.operation == _FETCH]
-        is_guess = all(_is_guess(row) for row in fetched)
+        is_guess = all(row.protocol.startswith("(?)") for row in fetched)
         return _found(fetched, Certainty.EXPECTED if is_guess else Certainty.FETCHED)
     messages = [row for row in rows if row.operation == _MESSAGE]
     if messages and not any("rendezvous" in row.protocol for row in messages):
@@ -108,10 +108,6 @@ def _rows(text: str) -> Iterator[_Row]:
 def _size(text: str) -> float:
     size = _SIZE.fullmatch(text)
     return int(size[1]) << 10 * "_KMGT".index(size[2] or "_") if size else float("inf")
-
-
-def _is_guess(row: _Row) -> bool:
-    return row.protocol.startswith("(?)")
 
 
 def _found(rows: list[_Row], certainty: Certainty) -> LaneFinding:

@@ -239,19 +239,15 @@ class Pump:
                 True  # before the last look: an order that comes later writes the eventfd
             )
             if not orders and worker.arm():
-                woken_by = poller.poll(self._look_ms(nap))
+                # When to look even if nothing wakes the thread; None = never.
+                look_ms = nap.limit_ms if self._in_flight else None
+                woken_by = poller.poll(_CLOSING_LOOK_MS if self._closing else look_ms)
                 has_timed_out = not woken_by
                 if any(fd == signal_fd for fd, _ in woken_by):
                     nap.signalled()
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wakeup_fd)
             self._is_asleep = False
-
-    def _look_ms(self, nap: Nap) -> int | None:
-        """Return when to look even if nothing wakes the thread; None = never."""
-        if self._closing:
-            return _CLOSING_LOOK_MS
-        return nap.limit_ms if self._in_flight else None
 
     def _report(self, act: Callable[[Any, Any], None], first: Any, second: Any = None) -> None:
         self._reports.append((act, first, second))

@@ -18,14 +18,10 @@ class LaunchProfile:
     tasks: frozenset[Task]
 
     @property
-    def may_be_either(self) -> bool:
-        """Whether it does the work of both roles, and may change its home."""
-        return self.pushes and self.receives
-
-    @property
     def serves(self) -> tuple[Role, ...]:
-        """The roles for which it takes orders."""
-        return (Role.PREFILL, Role.DECODE) if self.may_be_either else (self.home,)
+        """The roles for which it takes orders; of both it may change its home."""
+        is_both = self.pushes and self.receives
+        return (Role.PREFILL, Role.DECODE) if is_both else (self.home,)
 
     @property
     def pushes(self) -> bool:

@@ -32,7 +32,7 @@ from services.gateway.text.text_model import TextModel
 from shared.bounds import ToolFamily
 from shared.config import GatewayConfig
 from shared.errors import DeadlinePassed, NotFound
-from shared.ids import RandomBytes, RequestId, new_request_id
+from shared.ids import ID_BYTES, RandomBytes, RequestId
 from shared.telemetry.moments import Moment, note
 from shared.telemetry.tallies import Counts
 from shared.telemetry.tracing import NO_SPAN, NO_TRACER, Tracer, TraceSpan
@@ -172,7 +172,7 @@ class FrontDoor:
         arrived_at = asyncio.get_running_loop().time()
         timeout_s = self.config.request_timeout_s
         return Caller(
-            request_id=new_request_id(self._random_bytes),
+            request_id=RequestId(self._random_bytes(ID_BYTES)),
             arrived_at=arrived_at,
             deadline_at=arrived_at + timeout_s if timeout_s else None,
             span=self._tracer.request(span_name, arrived_at, headers) if span_name else NO_SPAN,
@@ -340,7 +340,7 @@ class FrontDoor:
                         request=GenerationRequest(
                             request_id=caller.request_id
                             if is_first
-                            else new_request_id(self._random_bytes),
+                            else RequestId(self._random_bytes(ID_BYTES)),
                             label=caller.label,
                             token_ids=token_ids,
                             sampling=own,

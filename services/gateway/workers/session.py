@@ -33,7 +33,7 @@ from services.gateway.workers.peers import WorkerSession
 from services.gateway.workers.timeline import Timeline, Transfer
 from shared import wire
 from shared.errors import MeshError
-from shared.ids import Incarnation, StreamId, new_lease_token
+from shared.ids import ID_BYTES, Incarnation, LeaseToken, StreamId
 from shared.messages import codec
 from shared.messages.columns import pack_u32
 from shared.request import AnswerToken
@@ -245,7 +245,7 @@ class RequestShell:
             "deadline_s": send.deadline_s,
             "cache_salt": self._request.cache_salt,
             "trace_context": self.timeline.dispatched(decision, has_decode=has_decode),
-            "lease_token": new_lease_token(self._membership.random_bytes),
+            "lease_token": LeaseToken(self._membership.random_bytes(ID_BYTES)),
         }
         fetch = decision.fetch_order(len(send.token_ids))
         prefix = fetch and wire.PrefixSource(

@@ -154,7 +154,12 @@ class Pairs:
         pair = self._pairs[peer]
         pair.step(PairEvent.MADE)
         pair.num_failed = 0
-        warm = {peer for peer, it in self._pairs.items() if self._is_warm(peer, it)}
+        # Those that are here because they were needed once: they are bounded.
+        warm = {
+            peer
+            for peer, it in self._pairs.items()
+            if it.state is PairState.READY and it.is_ours and peer not in self._standing
+        }
         effects: list[Effect] = []
         excess = max(0, len(warm) - self._max_warm)
         for spare in [it for it in idle if it in warm and it != peer][:excess]:
@@ -212,7 +217,3 @@ class Pairs:
         assert pair.peer is not None
         pair.is_ours = True
         return [Dial(pair.peer)]
-
-    def _is_warm(self, peer: Incarnation, pair: _Pair) -> bool:
-        """Whether it is here because it was needed once: one of those that are bounded."""
-        return pair.state is PairState.READY and pair.is_ours and peer not in self._standing

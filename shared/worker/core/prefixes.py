@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from shared.ids import Incarnation, RandomBytes, new_lease_token
+from shared.ids import ID_BYTES, Incarnation, LeaseToken, RandomBytes
 from shared.kv.prefix_hash import UNIT
 from shared.request import SamplingParams, WorkItem
 from shared.schedule.scheduler import Scheduler
@@ -142,7 +142,7 @@ class ComingPrefixes(Generic[PromptT]):
         order = prompt.order
         # A token of its own: the prompt's opens its lease on decode, which the source is not to
         # know, and a whole request holds a place under the prompt's key already.
-        key = order.key._replace(token=new_lease_token(self._random_bytes))
+        key = order.key._replace(token=LeaseToken(self._random_bytes(ID_BYTES)))
         pull = Pull(key, order.item.token_ids[:num_tokens], order.item.cache_salt)
         fetch = PrefixFetch[PromptT](pull, prefix.worker, prefix.wait_s, now)
         self._fetches.append(fetch)

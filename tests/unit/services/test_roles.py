@@ -37,4 +37,3 @@ def test_a_role_is_what_its_worker_does(
     """Who does whole requests needs no partner; who does all takes orders of either role."""
     assert (launch.home, launch.tasks, launch.serves) == (home, tasks, serves)
     assert launch.is_mixed == needs_nobody
-    assert launch.may_be_either == (len(serves) == 2)
