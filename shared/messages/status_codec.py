@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from shared import wire
 from shared.home import Role
@@ -23,6 +24,9 @@ _SAME = (
 )
 """What a report and its wire form call and hold alike."""
 
+_AMOUNTS = ("queue_s", "step_s", "dram_token_s", "ssd_token_s")
+"""Likewise, but not believed unless it is an amount."""
+
 
 def status_to_wire(status: WorkerStatus, seen: Mapping[Role, StreamId]) -> wire.WorkerStatus:
     """Pack a report. seen: of the gateway that it is for; orders that it does not name count as
@@ -30,7 +34,7 @@ def status_to_wire(status: WorkerStatus, seen: Mapping[Role, StreamId]) -> wire.
     # The same bytes as long as the same pairs are there: who reads them need not look again.
     paired = sorted(status.paired)
     return wire.WorkerStatus(
-        **fields_of(status, _SAME),
+        **fields_of(status, (*_SAME, *_AMOUNTS)),
         draining=status.is_draining,
         paired=pack_u64(paired),
         pair_speeds=pack_f32([status.speeds.get(it, 0.0) for it in paired]),
@@ -39,10 +43,6 @@ def status_to_wire(status: WorkerStatus, seen: Mapping[Role, StreamId]) -> wire.
         home=wire.Role.UNSPECIFIED if status.home is None else role_to_wire(status.home),
         prompt_steps=_fit_to_wire(status.prompt_steps),
         answer_steps=_fit_to_wire(status.answer_steps),
-        queue_s=status.queue_s,
-        step_s=status.step_s,
-        dram_token_s=status.dram_token_s,
-        ssd_token_s=status.ssd_token_s,
     )
 
 
@@ -65,18 +65,16 @@ class StatusReader:
             if status.paired != self._columns[0]:
                 self._paired = frozenset(paired)
             self._columns = columns
+        amounts: dict[str, Any] = {name: _amount(getattr(status, name)) for name in _AMOUNTS}
         return WorkerStatus(
             **fields_of(status, _SAME),
+            **amounts,
             is_draining=status.draining,
             paired=self._paired,
             home=ROLES.get(status.home),
-            queue_s=_amount(status.queue_s),
-            step_s=_amount(status.step_s),
             prompt_steps=_fit_from_wire(status.prompt_steps),
             answer_steps=_fit_from_wire(status.answer_steps),
             speeds=self._speeds,
-            dram_token_s=_amount(status.dram_token_s),
-            ssd_token_s=_amount(status.ssd_token_s),
             seen={
                 Role.PREFILL: StreamId(status.seen_prefill_id),
                 Role.DECODE: StreamId(status.seen_decode_id),

@@ -247,6 +247,5 @@ class MovingMean:
         self._has_value = False
 
     def add(self, value: float) -> None:
-        """Take one more value in."""
         self.value += (value - self.value) * (self._weight if self._has_value else 1.0)
         self._has_value = True

@@ -104,14 +104,13 @@ class Receivers:
         tags: TagRanges,
         random_bytes: RandomBytes,
         window: int = 8,
-        timing: ReceiverTiming | None = None,
     ) -> None:
         """window: most slots of one transfer."""
         if num_slots < 1 or window < 1:
             raise LocalProtocolError("a sink needs at least one staging slot")
         self._num_slots = num_slots
         self._window = window
-        self._timing = timing or ReceiverTiming()
+        self._timing = ReceiverTiming()
         self._tags = tags
         self._random_bytes = random_bytes
         self._epoch = 0

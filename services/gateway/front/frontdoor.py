@@ -96,8 +96,8 @@ class Form:
 class ClientMetrics:
     """What both doors feed; rendered by ``/metrics`` from ``registry``."""
 
-    def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        self.registry = registry if registry is not None else CollectorRegistry()
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
         self.requests = Counts(
             "pdmesh_gateway_requests",
             "Calls by route and how they ended (ok, cancelled, or the error type)",
