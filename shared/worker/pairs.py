@@ -254,6 +254,8 @@ class PairTable:
                 return link.lost
             return await self._keep(link, stream)
         finally:
+            if link is not None:  # which lives until the garbage collector comes
+                link.windows.drop()
             await close_endpoint(endpoint)
             self._endpoints.discard(endpoint)
 

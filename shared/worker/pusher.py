@@ -385,7 +385,7 @@ class Pusher:
         except EngineFailed:
             raise  # the device is gone: so is this process
         except MeshError as failure:
-            error = failure
+            error = failure.with_traceback(None)  # its frames keep windows, and this one keeps it
         self.perform(self.core.send_settled(order.key, order.frame.idx, error, loop_time()))
 
     async def _gather_and_send(self, order: GatherAndSend, handle: PushHandle) -> MeshError | None:

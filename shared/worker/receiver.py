@@ -328,7 +328,7 @@ class KvReceiver:
             raise  # the device is gone: so is this process
         except MeshError as failure:
             _log.warning("frame refused", code=failure.code, error=failure.message)
-            error = failure
+            error = failure.with_traceback(None)  # its frames keep it, and buffers
         if error is None:
             note(Moment.FRAME_PLACED, order.key.request_id, frame_idx=frame.idx)
         failpoint("decode.mid_push")

@@ -350,7 +350,8 @@ class Requests:
             request.stats = stats = await push.wait()
         except MeshError as error:
             request.trace_push(error.type)
-            self._handle(request, LifeEvent.FAILED, error)
+            # Its frames have the push, which keeps it.
+            self._handle(request, LifeEvent.FAILED, error.with_traceback(None))
         else:
             request.trace_push()
             note(Moment.ACKNOWLEDGED, request.order.key.request_id, num_frames=stats.num_frames)

@@ -49,6 +49,10 @@ class PeerWindows:
             self._windows[offer.slot] = window
         return bool(self._windows)
 
+    def drop(self) -> None:
+        """Nothing is written there any more: the pair is lost."""
+        self._windows.clear()
+
     def replace(self, offers: Sequence[WindowOffer]) -> None:
         """These slots have new memory: write the old no more."""
         self._offers.update((offer.slot, offer) for offer in offers)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +32,7 @@ from shared.transport.pairing import FIRST_CANARY_BYTES
 from shared.wire import Heartbeat
 from shared.worker import pusher
 from shared.worker.handshake import NUM_CANARIES
-from shared.worker.pusher import PushStats
+from shared.worker.pusher import PushHandle, PushStats
 from tests.support.loopback import LoopbackFabric, LoopbackSettings, LoopbackTransport
 from tests.support.no_fence import take_fence_away
 from tests.support.transfer_ends import (
@@ -344,6 +346,62 @@ async def test_damage_is_seen_before_it_is_placed(at: int, code: str):
         await ends.prefill.push(LONG + 1)
         await ends.settled()
         ends.check_all_home()
+
+
+@virtual_time
+async def test_a_failed_push_leaves_nothing_to_the_garbage_collector():
+    """Which comes late: buffers of its frames would stay until then."""
+    fabric = LoopbackFabric()
+
+    async def open_transport() -> Any:
+        return FlippingTransport(await fabric.open(), NUM_CANARIES + 2, 70)
+
+    def left() -> int:
+        # By its type: ``isinstance`` asks what merely looks like another class, which may warn.
+        objects = gc.get_objects()
+        num_errors = sum(type(it) is TransferFailed and bool(it.__traceback__) for it in objects)
+        return num_errors + sum(type(it) is PushHandle for it in objects)
+
+    async with running_ends(open_transport) as ends:
+        gc.collect()
+        before = left()
+        gc.disable()
+        try:
+            try:
+                await ends.prefill.push(LONG)
+            except TransferFailed as error:
+                error.with_traceback(None)  # as a worker does
+            await ends.settled()
+            assert [error.code for error in ends.decode.failures] == ["frame_digest"]
+            ends.decode.failures.clear()
+            assert left() == before
+        finally:
+            gc.enable()
+
+
+@virtual_time
+async def test_a_lost_worker_s_memory_is_let_go_at_once():
+    """What is mapped would stay after its owner's end: 128 MiB of a decode worker's."""
+    fabric = LoopbackFabric(LoopbackSettings(has_windows=True))
+    async with running_ends(fabric.open) as ends:
+        await ends.prefill.push(LONG)
+        table = await ends.prefill.take(LONG + 1)
+        handle = ends.prefill.begin(LONG + 1, table)
+        ends.prefill.compute_all(LONG + 1, table, handle)
+        (link,) = ends.pusher._links.values()
+        mapped = [weakref.ref(window) for window in link.windows._windows.values()]
+        assert mapped
+        gc.disable()
+        try:
+            ends.network.fabric.kill("prefill")
+            with contextlib.suppress(WorkerLost):
+                await handle.wait()
+            ends.prefill.give_back(table)
+            await ends.settled()
+            await ends.paired.wait()
+            assert [window() for window in mapped] == [None] * len(mapped)
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize(("bytes_per_s", "latency_s"), [(125e3, 0.02), (1e6, 0.4), (1e9, 0.0)])
