@@ -119,6 +119,20 @@ def test_a_chunk_is_found_only_after_its_commit() -> None:
     assert spans(worker.scheduler.plan()) == [(0, 9), (0, 9)]
 
 
+def test_a_long_beginning_of_several_prompts_is_computed_once() -> None:
+    """They came together, but are let in one step after the other: only what shares a step is
+    computed for each."""
+    worker = Worker(token_budget=8)
+    beginning = tuple(range(1, 25))
+    for own in (30, 40, 50):
+        worker.scheduler.add_prefill(a_sequence((*beginning, own)))
+    rows: list[tuple[int, int]] = []
+    while not (plan := worker.scheduler.plan()).is_empty:
+        rows += spans(plan)
+        commit(worker, plan)
+    assert rows == [(0, 8), (8, 16), (16, 24), (24, 25), (24, 25), (24, 25)]
+
+
 def test_only_full_blocks_are_found() -> None:
     """A block of which one token is missing may not be shared."""
     worker = Worker(token_budget=7)
