@@ -8,14 +8,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Annotated, Final, Literal
 
-from cyclopts import (
-    App,
-    CycloptsError,
-    Group,
-    Parameter,
-    UnknownOptionError,
-    UnusedCliTokensError,
-)
+from cyclopts import App, CycloptsError, Group, Parameter, UnknownOptionError, UnusedCliTokensError
 
 from services.cli import help_texts
 from services.cli.bench.command import bench

@@ -20,14 +20,7 @@ from services.cli.sources import ConfigFlag, JsonFlag, with_config_file
 from services.cli.words import print_json
 from shared.config import SECRET_SETTINGS
 from shared.quantity import unit_of, write_quantity
-from shared.settings import (
-    MESH,
-    ROLES,
-    Setting,
-    read_config,
-    read_settings,
-    section_fields,
-)
+from shared.settings import MESH, ROLES, Setting, read_config, read_settings, section_fields
 
 EXAMPLE_HEAD: Final = """\
 # One file for all services: pdmesh gateway --config mesh.toml, and so on, or PDMESH_CONFIG.

@@ -21,13 +21,7 @@ from services.gateway.front.quota import KeyLimits
 from services.gateway.own_policy import load_policy
 from shared import config
 from shared.address import parse_address
-from shared.config import (
-    DecodeConfig,
-    GatewayConfig,
-    PrefillConfig,
-    ServiceConfig,
-    WorkerConfig,
-)
+from shared.config import DecodeConfig, GatewayConfig, PrefillConfig, ServiceConfig, WorkerConfig
 from shared.engine.vllm.release import release
 from shared.engine.vllm.settings import read_arguments, require_effect
 from shared.errors import InvalidRequest, MeshError

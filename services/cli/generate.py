@@ -12,13 +12,7 @@ import orjson
 from cyclopts import Group, Parameter
 from rich.console import Console
 
-from services.cli.client import (
-    LOCAL_GATEWAY,
-    GatewayRefused,
-    RunningGateway,
-    refusal,
-    unreachable,
-)
+from services.cli.client import LOCAL_GATEWAY, GatewayRefused, RunningGateway, refusal, unreachable
 from services.cli.flags import CannotRun, require
 from services.cli.interrupts import run_interruptible
 from services.cli.receipt import receipt_table

@@ -29,14 +29,7 @@ from services.cli.machine import LocalShape, Share, find_gpus, shape_for, shares
 from services.cli.scaling import LocalScaler
 from services.cli.sources import ConfigFlag, with_config_file
 from services.cli.status import LineView, LiveView, status_view, unblocked_console
-from services.local import (
-    LocalMesh,
-    Service,
-    local_mesh,
-    one_more,
-    plan_services,
-    wait_for_pair,
-)
+from services.local import LocalMesh, Service, local_mesh, one_more, plan_services, wait_for_pair
 from shared.bounds import OneOf, RoutingPolicyName, rules_of
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig, ServiceConfig
 from shared.control_groups import granted_cores, num_cores

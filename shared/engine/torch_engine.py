@@ -19,19 +19,9 @@ import torch
 from shared.engine.attention.base import AttentionBackend
 from shared.engine.attention.sdpa import SdpaAttention
 from shared.engine.attention.triton import TritonAttention
-from shared.engine.base import (
-    DEFAULT_BLOCK_SIZE,
-    DEFAULT_CPU_KV_BYTES,
-    OnLayer,
-    PreparedStep,
-)
+from shared.engine.base import DEFAULT_BLOCK_SIZE, DEFAULT_CPU_KV_BYTES, OnLayer, PreparedStep
 from shared.engine.computing import choose, keep_precision
-from shared.engine.device import (
-    current,
-    name_of,
-    require_shareable_memory,
-    resolve_device,
-)
+from shared.engine.device import current, name_of, require_shareable_memory, resolve_device
 from shared.engine.device_engine import DeviceEngine, PreparedOnDevice, QueuedOnDevice
 from shared.engine.failures import DeviceFailures
 from shared.engine.forward import Forward, Passed

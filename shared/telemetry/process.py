@@ -8,12 +8,7 @@ from __future__ import annotations
 
 import platform
 
-from prometheus_client import (
-    CollectorRegistry,
-    Gauge,
-    ProcessCollector,
-    disable_created_metrics,
-)
+from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, disable_created_metrics
 
 from shared.version import VERSION
 

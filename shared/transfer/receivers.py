@@ -27,13 +27,7 @@ from shared.errors import (
     RemoteProtocolError,
 )
 from shared.ids import ID_BYTES, Incarnation, RandomBytes, TransferId
-from shared.transfer.effects import (
-    AskTerms,
-    EndLeases,
-    ReceiverEffect,
-    ReceiverTiming,
-    SendReply,
-)
+from shared.transfer.effects import AskTerms, EndLeases, ReceiverEffect, ReceiverTiming, SendReply
 from shared.transfer.flow import Flow
 from shared.transfer.machine import ReceiverState
 from shared.transfer.messages import (

@@ -12,12 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shared.errors import (
-    LocalProtocolError,
-    MeshError,
-    RemoteProtocolError,
-    TransferFailed,
-)
+from shared.errors import LocalProtocolError, MeshError, RemoteProtocolError, TransferFailed
 from shared.ids import TransferId
 from shared.transfer.effects import (
     CloseLink,

@@ -19,11 +19,7 @@ from shared.home import Home, Role
 from shared.ids import Incarnation, MeshPeer, StreamId
 from shared.kv.journal import Journal
 from shared.kv.pool import BlockPool
-from shared.membership.join import (
-    Announcement,
-    Registration,
-    advertised,
-)
+from shared.membership.join import Announcement, Registration, advertised
 from shared.rpc.call_server import CallServer
 from shared.rpc.gateway_session import GatewaySessions
 from shared.rpc.service import Servicer

@@ -17,11 +17,7 @@ import structlog
 from shared.engine.base import Engine
 from shared.engine.memory import staging
 from shared.engine.worker import ComputeRunner
-from shared.errors import (
-    EngineFailed,
-    MeshError,
-    TransferFailed,
-)
+from shared.errors import EngineFailed, MeshError, TransferFailed
 from shared.failpoints import failpoint
 from shared.ids import Incarnation, RandomBytes
 from shared.runtime.effect_loop import EffectLoop

@@ -28,12 +28,7 @@ from shared.schedule.queue_time import queue_left_s
 from shared.schedule.scheduler import Scheduler
 from shared.telemetry.trace_export import tracing
 from shared.telemetry.tracing import Tracer
-from shared.telemetry.worker import (
-    DecodeMetrics,
-    PrefillMetrics,
-    WorkerHoldings,
-    WorkerMetrics,
-)
+from shared.telemetry.worker import DecodeMetrics, PrefillMetrics, WorkerHoldings, WorkerMetrics
 from shared.transfer.plan import DEFAULT_MAX_FRAME_BYTES, TransferMode
 from shared.transport.base import Transport
 from shared.transport.pairing import PairRules

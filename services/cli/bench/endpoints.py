@@ -22,13 +22,7 @@ from services.cli.bench.answers import REFUSALS, AnswerReader, EventLines
 from services.cli.bench.prompts import DEFAULT_VOCAB, Prompts, one_prompt
 from services.cli.bench.records import Ending, Record
 from services.cli.bench.workload import AS_IT_COMES, Ask, Fit
-from services.cli.client import (
-    NO_ACCESS,
-    Access,
-    CannotRun,
-    GatewayRefused,
-    RunningGateway,
-)
+from services.cli.client import NO_ACCESS, Access, CannotRun, GatewayRefused, RunningGateway
 from shared.errors import MeshError
 
 if TYPE_CHECKING:

@@ -9,12 +9,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, Final
 
 from services.cli.bench.records import MISSED, Ending, Run
-from shared.telemetry.definitions import (
-    Slo,
-    attainment,
-    percentile,
-    percentiles,
-)
+from shared.telemetry.definitions import Slo, attainment, percentile, percentiles
 
 QUANTILES: Final = (50, 90, 95, 99, 100)
 NAMES: Final = ("p50", "p90", "p95", "p99", "max")

@@ -15,20 +15,10 @@ from dataclasses import replace
 from typing import Any
 
 from services.gateway import limits
-from services.gateway.front.answers import (
-    MAX_LOGPROBS_ON_LOOP,
-    TextDelta,
-    open_answers,
-)
+from services.gateway.front.answers import MAX_LOGPROBS_ON_LOOP, TextDelta, open_answers
 from services.gateway.front.auth import ROLES
 from services.gateway.front.calls import Call, recorded, typed
-from services.gateway.front.chats import (
-    AskedChat,
-    AskedTools,
-    Teller,
-    asked_chat,
-    new_call_id,
-)
+from services.gateway.front.chats import AskedChat, AskedTools, Teller, asked_chat, new_call_id
 from services.gateway.front.frontdoor import Caller, FrontDoor, Prompt
 from services.gateway.grpc.forms import (
     PLACES,

@@ -24,13 +24,7 @@ from aiohttp.http import HttpProcessingError, HttpRequestParser, HttpVersion11, 
 from aiohttp.streams import StreamReader
 
 from services.gateway import limits
-from services.gateway.http.messages import (
-    Response,
-    bad_http,
-    error_response,
-    head_of,
-    too_large,
-)
+from services.gateway.http.messages import Response, bad_http, error_response, head_of, too_large
 from shared.errors import Overloaded
 from shared.listening import listen_at
 from shared.rpc.network import Address

@@ -24,11 +24,7 @@ from services.gateway.front.tool_fields import (
     for_template,
     message_for_template,
 )
-from services.gateway.http.structured_fields import (
-    STRUCTURED,
-    StructuredFields,
-    structure_of,
-)
+from services.gateway.http.structured_fields import STRUCTURED, StructuredFields, structure_of
 from services.gateway.http.unserved_fields import (
     UNSERVED,
     asks_for_something,

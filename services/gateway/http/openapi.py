@@ -18,9 +18,7 @@ from services.gateway import limits
 from services.gateway.front.field_rules import Known
 from services.gateway.http import bodies
 from services.gateway.http.item_answers import NamedEvent
-from services.gateway.http.openai_forms import (
-    OF_MESSAGES,
-)
+from services.gateway.http.openai_forms import OF_MESSAGES
 from services.gateway.http.server import Policy, Route
 from services.gateway.mesh import ServedModel
 from shared.rpc.status import STATUS_TABLE

@@ -33,13 +33,7 @@ import structlog
 import torch
 
 from shared.engine.attention.base import AttentionBackend
-from shared.engine.batch import (
-    SPLIT_KEYS,
-    PagedRows,
-    StepBatch,
-    check_tokens,
-    num_blocks_needed,
-)
+from shared.engine.batch import SPLIT_KEYS, PagedRows, StepBatch, check_tokens, num_blocks_needed
 from shared.engine.gpu.recording import Recorder, Work
 from shared.engine.gpu.streams import Streams
 from shared.engine.memory.block_tables import BlockTables

@@ -8,14 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, cast
 
-from services.gateway.text.calls.parser import (
-    DECODER,
-    HEAD,
-    Said,
-    ToolParser,
-    read_json,
-    to_json,
-)
+from services.gateway.text.calls.parser import DECODER, HEAD, Said, ToolParser, read_json, to_json
 
 _BARE = re.compile(r"\s*([A-Za-z0-9_.-]{1,128})(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
 """Mistral's newer way, up to the arguments."""
