@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from shared.engine.gpu.upload import to_device
-from shared.engine.memory.paged_kv import PagedKv, slots_of
+from shared.engine.memory.paged_kv import PagedKv, check_blocks, slots_of
 from shared.errors import LocalProtocolError
 from shared.step import StepRow
 
@@ -134,7 +134,7 @@ def flatten_rows(
     token_ids, positions, slots, stops, all_firsts, all_table_at, blocks, *splits = parts
     all_firsts[:], all_table_at[:], blocks[:] = firsts, table_at[:-1], tables
     splits[0][:], splits[1][:] = split_at, np.repeat(np.arange(num_single), splits_of)
-    kv.check_blocks(blocks)
+    check_blocks(blocks, kv.num_blocks)
     extents: list[RowExtent] = []
     for place, idx in enumerate(order):
         row = rows[idx]

@@ -86,7 +86,7 @@ class WorkerLife:
         self.network = platform.mesh_network(role.value, incarnation)
         self._registration: Registration | None = None
         self._server: CallServer | None = None
-        self._parts: WorkerParts | None = None
+        self._parts: WorkerParts
 
     def changed(self) -> None:
         """The load or the readiness has changed: tell the gateways and whoever asks soon."""
@@ -109,11 +109,12 @@ class WorkerLife:
         Raises OSError: a port is in use. IncompatiblePeer: the gateway refuses this worker.
         EngineFailed: the device failed."""
         config, platform, engine = self._config, self._platform, self._engine
+        self._parts = parts
         async with contextlib.AsyncExitStack() as stack:
             self._server = await stack.enter_async_context(
                 self.network.serve(Address(config.host, config.port), parts.servicers)
             )
-            self._registration = Registration(
+            registration = self._registration = Registration(
                 network=self.network,
                 gateways=config.gateways,
                 announcement=Announcement(
@@ -136,12 +137,17 @@ class WorkerLife:
                 journal=parts.journal,
             )
             register_process_metrics(parts.metrics.registry, self._role.value, self._incarnation)
-            self._parts = parts
             self._show_readiness()  # not ready until a gateway has taken this worker in
 
             def observe_loop_lag(lag_s: float) -> None:
                 parts.metrics.observe_loop_lag(lag_s)
                 self._show_readiness()
+
+            async def last_words() -> None:
+                for sessions in parts.sessions:
+                    await sessions.flush(FLUSH_S)
+                if parts.load().is_draining:
+                    await registration.leave(FLUSH_S)
 
             await stack.enter_async_context(
                 serve_metrics(
@@ -153,28 +159,20 @@ class WorkerLife:
             return await serve_until_stopped(
                 [
                     work,
-                    self._registration.run,
+                    registration.run,
                     *rest,
                     lambda: watch_loop_lag(observe_loop_lag, platform.stopwatch),
                 ],
                 stop=stop,
                 drain=parts.drain,
-                last_words=self._last_words,
+                last_words=last_words,
             )
 
     def _seen(self, gateway: Incarnation) -> dict[Role, StreamId]:
-        sessions = self._parts.sessions if self._parts is not None else ()
-        return {each.role: each.seen(gateway) for each in sessions}
-
-    async def _last_words(self) -> None:
-        if self._parts is not None and self._registration is not None:
-            for sessions in self._parts.sessions:
-                await sessions.flush(FLUSH_S)
-            if self._parts.load().is_draining:
-                await self._registration.leave(FLUSH_S)
+        return {each.role: each.seen(gateway) for each in self._parts.sessions}
 
     def _why_not_ready(self) -> str:
-        if self._registration is None or self._parts is None:
+        if self._registration is None:
             return "starting"
         return (
             self._registration.not_ready_reason

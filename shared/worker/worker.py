@@ -218,12 +218,12 @@ class MeshWorker:
             on_step=self.step_times.learn,
             look_ahead=config.look_ahead,
         )
-        shares = config.share_prefixes
+        shares, mib = config.share_prefixes, config.staging_mib
         if self.launch.pushes or shares:
             self.pusher = Pusher(
                 engine=engine,
                 compute=compute,
-                num_slots=self._num_slots(for_prefixes=not self.launch.pushes),
+                num_slots=slots_of_a_way(mib, for_prefixes=not self.launch.pushes),
                 mode=TransferMode(config.transfer_mode),
                 profile=profile,
                 has_digest=config.exact or None,
@@ -241,7 +241,7 @@ class MeshWorker:
                 transport=transport,
                 leases=self.requests.reservations,
                 random_bytes=self._platform.random_bytes,
-                num_slots=self._num_slots(for_prefixes=not self.launch.receives),
+                num_slots=slots_of_a_way(mib, for_prefixes=not self.launch.receives),
             )
         if self.launch.receives:
             self._open_door(AnswerDoor)
@@ -272,9 +272,6 @@ class MeshWorker:
             step_seconds=self.step_times.of,
             tracer=tracer,
         )
-
-    def _num_slots(self, *, for_prefixes: bool) -> int:
-        return slots_of_a_way(self._config.staging_mib, for_prefixes=for_prefixes)
 
     def _share_prefixes(self) -> PrefixFetches:
         assert self.receiver is not None

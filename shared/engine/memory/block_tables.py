@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from shared.engine.gpu.upload import to_device
-from shared.engine.memory.paged_kv import PagedKv
+from shared.engine.memory.paged_kv import PagedKv, check_blocks
 
 
 @dataclass(slots=True)
@@ -73,7 +73,7 @@ class BlockTables:
                 at.extend(range(kept.place + kept.num_written, kept.place + count))
             places.append(kept.place)
         if grown:
-            self._kv.check_blocks(np.asarray(new))
+            check_blocks(np.asarray(new), self._kv.num_blocks)
             both = to_device(np.stack((at, new)), self._device)
             self.blocks.index_copy_(0, both[0], both[1])
             self.num_written += len(new)

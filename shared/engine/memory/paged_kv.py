@@ -93,7 +93,3 @@ class PagedKv:
         """Store ``[num_tokens, num_kv_heads, head_dim]`` keys and values at these slots."""
         self.keys[layer].index_copy_(0, slots, keys)
         self.values[layer].index_copy_(0, slots, values)
-
-    def check_blocks(self, blocks: np.ndarray) -> None:
-        """Raise LocalProtocolError if a block is not of this pool."""
-        check_blocks(blocks, self.num_blocks)
