@@ -83,7 +83,6 @@ def take_steps(running: Many[Sequence], answers: Many[Many[int]], pool: BlockPoo
         seq = running[idx]
         num_computed = len(seq.tokens) - num_steps + step - 1
         assert seq.table is not None
-        assert seq.chain is not None
         if is_published:
             pool.publish(seq.table, seq.chain, seq.tokens, num_computed)
         else:

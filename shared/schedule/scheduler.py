@@ -86,7 +86,7 @@ class Scheduler:
         """Take a sequence that brings its blocks (``sequence.table``, ``chain``): KV of all tokens
         but the last is in them, the last token was sampled elsewhere. It runs from the next plan
         on."""
-        if sequence.table is None or sequence.chain is None or not sequence.is_decoding:
+        if sequence.table is None or not sequence.is_decoding:
             raise LocalProtocolError("a ready sequence brings blocks with KV of all tokens but one")
         self._queues.take_in(sequence, SequenceEvent.READY)
         self._pool.publish(
@@ -131,7 +131,6 @@ class Scheduler:
         self._queues.update_claim()
 
     def _expect_cached(self, sequence: Sequence) -> None:
-        assert sequence.chain is not None
         sequence.num_expected_tokens = self._pool.num_cached_tokens(
             sequence.chain, sequence.tokens, sequence.most_cached_tokens
         )
@@ -329,7 +328,6 @@ class Scheduler:
         return not self._queues.running or self._queues.running[0].arrival > sequence.arrival
 
     def _admit(self, sequence: Sequence) -> bool:
-        assert sequence.chain is not None
         pool, tokens = self._pool, sequence.tokens
         most = sequence.most_cached_tokens
         table = pool.acquire(sequence.chain, tokens, len(tokens), max_hit_tokens=most)
@@ -357,7 +355,6 @@ class Scheduler:
         for sequence, row, result in zip(plan.sequences, plan.rows, results, strict=True):
             table, stop = sequence.table, row.stop
             assert table is not None
-            assert sequence.chain is not None
             sequence.steps_in_flight -= 1
             sequence.num_computed_tokens = stop
             # Of one that was aborted, a row planned ahead goes one beyond the tokens it has.

@@ -62,8 +62,8 @@ MOVES: dict[tuple[SequenceState, SequenceEvent], SequenceState] = {
 class Sequence:
     """One attempt of one request on one worker; identity is the object.
 
-    arrival: order among all sequences of a scheduler; set when added. chain: the prefix hashes of
-    ``tokens``.
+    arrival: order among all sequences of a scheduler. chain: the prefix hashes of ``tokens``. Both
+    are set when it is added.
     num_expected_tokens: prompt tokens that the prefix cache had when it was queued.
     num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
     awaits_prefix: its prefix is on its way from another worker; awaits_grammar: its grammar is
@@ -77,7 +77,7 @@ class Sequence:
     state: SequenceState = field(default=SequenceState.NEW, init=False)
     arrival: int = field(default=-1, init=False)
     table: BlockTable | None = field(default=None, init=False, repr=False)
-    chain: PrefixChain | None = field(default=None, init=False, repr=False)
+    chain: PrefixChain = field(init=False, repr=False)
     num_computed_tokens: int = field(default=0, init=False)
     num_expected_tokens: int = field(default=0, init=False)
     num_cached_tokens: int = field(default=0, init=False)

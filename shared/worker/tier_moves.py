@@ -236,11 +236,10 @@ class TierMoves:
     def _begin(self, prompt: Request) -> bool:
         sequence, pool = prompt.sequence, self._pool
         assert sequence is not None
-        chain = sequence.chain
-        if chain is None or self._tasks is None:
+        if self._tasks is None:
             return False
         size = pool.block_size
-        keys = chain.hashes(sequence.tokens, sequence.most_cached_tokens // size)
+        keys = sequence.chain.hashes(sequence.tokens, sequence.most_cached_tokens // size)
         num_before = sequence.num_expected_tokens // size
         rest = keys[num_before:]
         load = self._loads.get(rest[0]) if rest else None
@@ -293,15 +292,14 @@ class TierMoves:
         self, sequence: TokenSequence, keys: list[bytes], parts: list[_TierPart], load_s: float
     ) -> _Load | None:
         """None: the pool has no room for it."""
-        pool, chain = self._pool, sequence.chain
-        assert chain is not None
+        pool = self._pool
         assert self._tasks is not None
         num_before = sequence.num_expected_tokens // pool.block_size
         num_tokens = num_before * pool.block_size
         # What the pool has of it may be idle, and counts as available until it is pinned.
         if pool.num_available - len(keys) - num_before < pool.keep_free_for_newcomers:
             return None
-        table = pool.pin(chain, sequence.tokens[:num_tokens])
+        table = pool.pin(sequence.chain, sequence.tokens[:num_tokens])
         if not pool.grow(table, num_tokens + len(keys) * pool.block_size):
             pool.release(table)
             return None
@@ -342,7 +340,6 @@ class TierMoves:
                 level.tier.end_load(keys, bad=[key for key in bad if key in keys])
             num_tokens = (num_before + num_good) * self._pool.block_size
             sequence = load.sequence
-            assert sequence.chain is not None
             self._pool.publish(load.table, sequence.chain, sequence.tokens, num_tokens)
             self._end_wait(load)
             now = asyncio.get_running_loop().time()
