@@ -263,7 +263,7 @@ async def test_a_worker_that_fell_silent_is_dialled_again_at_once(
         await host.until(lambda: host.sessions)
         silent.update(links)
         began_at = asyncio.get_running_loop().time()
-        await host.until(lambda: len(host.sessions) == 2)
+        await host.until(lambda: len(host.sessions) >= 2)
         took_s = asyncio.get_running_loop().time() - began_at
         running.cancel()
         await asyncio.wait([running])
