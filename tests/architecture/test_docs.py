@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from services.cli import help_texts
+from tests.support.house import ROOT
 from tests.support.pages import Block, blocks_of
 
-ROOT = Path(__file__).parents[2]
 DOCUMENTS = {
     path.relative_to(ROOT): path.read_text()
     for pattern in ("*.md", "docs/**/*.md", "bench/**/*.md")

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.house import ROOT
+
 ROOMS = ("services", "shared", "bench", "tools", "tests")
 
 NAMED = re.compile(

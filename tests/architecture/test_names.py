@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.support.house import ROOT
 
 
 def test_every_class_name_is_defined_once() -> None:

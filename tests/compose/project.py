@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.compose.questions import Door
+from tests.support.house import ROOT
 
-ROOT = Path(__file__).parents[2]
 COMMAND_WITHIN_S = 240.0
 HEALTHY_WITHIN_S = 240.0
 HELD_WITHIN_S = 60.0

@@ -27,8 +27,8 @@ from shared.engine.torch_engine import TorchEngine
 from shared.errors import LocalProtocolError, ModelError
 from shared.step import SampleSpec, StepRow
 from tests.support.checkpoints import SHAPES
-from tests.support.command import ROOT
 from tests.support.engine_driver import greedy
+from tests.support.house import ROOT
 from tests.support.native import needs_native, quick_compiler
 from tests.support.tiers import few
 

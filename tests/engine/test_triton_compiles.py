@@ -6,13 +6,13 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from tests.support.house import ROOT
+
 pytest.importorskip("triton")
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.torch
 
 MAX_SHARED_BYTES = 99 << 10

@@ -22,10 +22,11 @@ from shared.ids import Incarnation  # noqa: E402
 from shared.model_folder import DEMO_FOLDER  # noqa: E402
 from tests.support import checkpoints  # noqa: E402
 from tests.support.engine_driver import Driver, greedy  # noqa: E402
+from tests.support.house import ROOT  # noqa: E402
 from tests.support.pages import blocks_of  # noqa: E402
 from tests.support.routing import a_mesh  # noqa: E402
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = ROOT / "docs"
 
 
 def code_of(page: str, beginning: str) -> str:

@@ -14,9 +14,9 @@ import pytest
 
 from shared.errors import Overloaded
 from tests.interop.conftest import pdmesh_up
-from tests.support.client_environments import ROOT
 from tests.support.demo_truth import recall_prompts
 from tests.support.foreign_client import run_client, run_client_well
+from tests.support.house import ROOT
 from tests.support.scripted_mesh import ScriptedMesh, http_gateway
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]

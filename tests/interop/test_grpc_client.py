@@ -23,9 +23,10 @@ from tests.interop.conftest import GrpcTarget, grpc_gateway
 from tests.support.client_environments import PINS
 from tests.support.demo_truth import client_task, recall_prompts
 from tests.support.foreign_client import run_client_well
+from tests.support.house import ROOT
 from tests.support.scripted_mesh import ScriptedMesh, failing_after, saying
 
-PROTO = Path(__file__).parents[2] / "proto"
+PROTO = ROOT / "proto"
 
 
 @pytest.fixture(scope="session")

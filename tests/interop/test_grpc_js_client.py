@@ -11,9 +11,10 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from tests.support.client_environments import PINS, ROOT
+from tests.support.client_environments import PINS
 from tests.support.demo_truth import MODEL, client_task, recall_prompts
 from tests.support.foreign_client import run_client_well
+from tests.support.house import ROOT
 
 pytestmark = [
     *(pytest.mark.process, pytest.mark.timeout(900)),

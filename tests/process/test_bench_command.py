@@ -19,7 +19,8 @@ from services.cli.bench.endpoints import fit_of, open_endpoints
 from services.cli.bench.open_loop import run_open_loop
 from services.cli.bench.sources import fixed
 from services.cli.bench.workload import Load, plan
-from tests.support.command import ROOT, pdmesh
+from tests.support.command import pdmesh
+from tests.support.house import ROOT
 from tests.support.openai_mock import OpenAiMock, num_prompt_tokens, openai_mock
 from tests.support.process_mesh import ProcessMesh, process_mesh
 from tests.support.service_process import ServiceProcess

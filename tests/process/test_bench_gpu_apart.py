@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from bench.record import NOT_HERE
-from tests.support.command import ROOT
+from tests.support.house import ROOT
 
 pytestmark = [pytest.mark.process, pytest.mark.ucx, pytest.mark.torch]
 

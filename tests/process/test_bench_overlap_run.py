@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.support.command import ROOT
+from tests.support.house import ROOT
 
 pytestmark = [pytest.mark.torch, pytest.mark.ucx, pytest.mark.slow]
 

@@ -13,7 +13,7 @@ import pytest
 
 from bench.__main__ import QUESTIONS
 from shared.model_folder import DEMO_FOLDER
-from tests.support.command import ROOT
+from tests.support.house import ROOT
 
 pytestmark = [pytest.mark.torch, pytest.mark.ucx, pytest.mark.process, pytest.mark.slow]
 

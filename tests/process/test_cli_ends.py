@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.house import ROOT
+
 LIMIT_S = 120.0
 
 pytestmark = pytest.mark.process

@@ -14,7 +14,8 @@ import pytest
 
 from services.local import LocalMesh, local_mesh, plan_services, wait_for_pair
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig
-from tests.support.command import LIMIT_S, ROOT, run_pdmesh
+from tests.support.command import LIMIT_S, run_pdmesh
+from tests.support.house import ROOT
 from tests.support.service_process import free_port
 from tests.support.terminal import Terminal, on_a_terminal
 

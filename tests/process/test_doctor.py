@@ -12,10 +12,9 @@ from services.cli.doctor import machine_checks as checks
 from services.cli.doctor import report as doctor
 from services.cli.doctor.finding import Finding
 from shared.engine.native import build
+from tests.support.house import ROOT
 
 pytestmark = [pytest.mark.process, pytest.mark.ucx]
-
-ROOT = Path(__file__).parents[2]
 
 
 async def test_the_ucx_that_workers_would_load_is_found() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from tests.support.command import ROOT
+from tests.support.house import ROOT
 from tests.support.pages import Block, blocks_of
 from tests.support.terminal import on_a_terminal
 

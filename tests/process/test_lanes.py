@@ -12,7 +12,7 @@ import orjson
 import pytest
 
 from shared.config import DecodeConfig, PrefillConfig
-from tests.support.command import ROOT
+from tests.support.house import ROOT
 from tests.support.process_mesh import ROLES, ProcessMesh, a_prompt, process_mesh
 from tests.support.service_process import ServiceProcess
 

@@ -16,13 +16,14 @@ import pytest
 import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.house import ROOT
 from tests.support.process_mesh import Answer, ProcessMesh, a_prompt, process_mesh
 from tests.support.prometheus_server import BINARY, Query, dashboard_queries, prometheus
 from tests.support.service_process import ServiceProcess
 
 pytestmark = [pytest.mark.process, pytest.mark.ucx, pytest.mark.asyncio(loop_scope="module")]
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = ROOT / "docs"
 METRICS_PAGE = DOCS / "metrics.md"
 PHASES = ("queue_s", "route_s", "retry_s", "prefill_queue_s", "prefill_s", "handover_s")
 ALWAYS = {

@@ -15,11 +15,11 @@ import pytest
 from tokenizers import Tokenizer
 
 from shared.model_folder import DEMO_FOLDER, ModelFolder
+from tests.support.house import ROOT
 from tests.support.pages import blocks_of
 
 pytestmark = [pytest.mark.process, pytest.mark.ucx, pytest.mark.torch]
 
-ROOT = Path(__file__).parents[2]
 POLICY = """
 from services.gateway.core.routing.sides import RoutingPolicy
 

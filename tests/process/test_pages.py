@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.house import ROOT
 from tests.support.pages import Block, blocks_of
 
 pytestmark = [pytest.mark.process, pytest.mark.ucx]
 
-ROOT = Path(__file__).parents[2]
 PAGES = ("docs/quickstart.md", "docs/cli.md")
 """README's are typed on a terminal: ``test_first_walk.py``."""
 WRITTEN_URL = "http://127.0.0.1:8000"

@@ -17,10 +17,10 @@ from services.cli.tour import Walk, show, walk
 from services.cli.tour_stops import STOPS, place_of
 from shared.telemetry.lifetime import TTFT_PHASES
 from shared.telemetry.moments import Moment
+from tests.support.house import ROOT
 
 pytestmark = [pytest.mark.process, pytest.mark.ucx]
 
-ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "tour.md"
 
 BEFORE = [

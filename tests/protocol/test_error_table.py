@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,10 +19,11 @@ from shared.messages.columns import pack_u32
 from shared.rpc.network import Address
 from shared.rpc.status import ERROR_TRAILER
 from shared.rpc.tcp import TcpNetwork
+from tests.support.house import ROOT
 from tests.support.http_client import gateway
 from tests.support.scripted_mesh import ScriptedMesh, failing_after, front_door
 
-PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
+PAGE = ROOT / "docs" / "protocol.md"
 ROW = re.compile(r"^\| `(\w+)` \| (.+?) \| (\d+) \| `(\w+)` \| (\w+) \|", re.MULTILINE)
 
 

@@ -20,7 +20,8 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.support.house import ROOT
+
 PINS = ROOT / "tests/interop/clients"
 CACHE = Path(os.environ.get("PDMESH_CLIENTS", ROOT / ".cache/clients"))
 """PDMESH_CLIENTS: a folder that outlives the checkout, for CI."""

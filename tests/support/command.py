@@ -11,9 +11,9 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.support.house import ROOT
+
 LIMIT_S = 120.0
 KEPT_S = 3600.0
 

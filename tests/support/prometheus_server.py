@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import aiohttp
 import yaml
 
+from tests.support.house import ROOT
 from tests.support.service_process import free_port
 
-ROOT = Path(__file__).parents[2]
 DASHBOARD = ROOT / "deploy" / "grafana" / "pdmesh.json"
 CONFIG = ROOT / "deploy" / "prometheus.yml"
 

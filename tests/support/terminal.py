@@ -16,7 +16,8 @@ from typing import Any
 
 import pyte
 
-from tests.support.command import LIMIT_S, ROOT
+from tests.support.command import LIMIT_S
+from tests.support.house import ROOT
 
 COLUMNS, LINES = 160, 48
 

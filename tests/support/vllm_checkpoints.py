@@ -23,6 +23,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.support.checkpoints import randomise, rewrite_config
+from tests.support.house import ROOT
 from tests.support.tiny_tokenizer import EOS, TEMPLATE, tiny_tokenizer
 
 VOCAB = 512
@@ -459,7 +460,7 @@ def reference(
         capture_output=True,
         text=True,
         env=environment,
-        cwd=Path(__file__).parents[2],
+        cwd=ROOT,
         timeout=timeout,
         check=False,
     )

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-PROJECT = Path(__file__).parents[3]
+from tests.support.house import ROOT
 
 
 @pytest.mark.slow
@@ -17,7 +16,7 @@ def test_what_would_begin_too_late_is_skipped_and_said_to_be() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:randomly", "-k", "hot_prefixes",
          "tests/unit/services/gateway/core/index/test_gateway_hot_prefixes.py", "--budget-s", "0"],
-        cwd=PROJECT,
+        cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
