@@ -344,20 +344,30 @@ async def test_a_step_tells_how_long_the_engine_took() -> None:
 
 
 @pytest.mark.parametrize("look_ahead", [False, True])
-async def test_what_stands_around_a_step_counts_and_a_rest_does_not(look_ahead: bool) -> None:
-    """A loop that is busy for 50 ms while tokens are handed on has steps of 50 ms."""
+async def test_what_stands_around_a_step_counts_and_a_rest_does_not(
+    look_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop that is busy for a second while tokens are handed on has steps of a second."""
+    clock = asyncio.get_running_loop()
+    time_now, passed_s = clock.time, 0.0
+    monkeypatch.setattr(clock, "time", lambda: time_now() + passed_s)
+
+    def let_pass(seconds: float) -> None:
+        nonlocal passed_s
+        passed_s += seconds
+
     async with a_loop(look_ahead=look_ahead) as loop:
-        loop.sink.on_tokens = lambda: time.sleep(0.05)
+        loop.sink.on_tokens = lambda: let_pass(1.0)
         loop.engine.may_end.release(1000)
         loop.ready(1, max_tokens=4)
         await loop.got(3)
         await loop.stepper.quiet()
         num_steps = len(loop.told)
-        assert min(loop.told[1:num_steps]) >= 0.05
-        await asyncio.sleep(1.0)
+        assert min(loop.told[1:num_steps]) >= 1.0
+        let_pass(10.0)
         loop.ready(5, max_tokens=2)
         await loop.got(4)
-        assert loop.told[num_steps] < 1.0
+        assert loop.told[num_steps] < 10.0
 
 
 async def test_a_loop_that_is_cancelled_takes_the_next_step_back() -> None:
