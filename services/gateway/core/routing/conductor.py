@@ -51,11 +51,13 @@ class LeastLoaded(InTurn):
         """Return the shortest prefill queue, then the emptiest decode worker that it reaches; of
         equal queues one that reaches the emptiest."""
         prefills, partners, decodes = sides.prefills, sides.partners, sides.decodes
-        shortest = least(scores.prefills, range(len(prefills)), self.equal)
         if sides.is_whole:
-            prefill = self.longest_ago(prefills, shortest)
+            prefill = scores.source
+            if prefill is None:
+                prefill = self._next_source(prefills, scores.prefills)
             emptiest = least(scores.decodes, range(len(decodes)), self.equal)
         else:
+            shortest = least(scores.prefills, range(len(prefills)), self.equal)
             reached = 0
             for place in shortest:
                 reached |= partners[place]
@@ -69,6 +71,9 @@ class LeastLoaded(InTurn):
         decode = self.longest_ago(decodes, emptiest)
         self.chosen(prefills[prefill].incarnation, decodes[decode].incarnation)
         return prefill, decode
+
+    def _next_source(self, prefills: Sequence[Worker], scores: Sequence[float]) -> int:
+        return self.longest_ago(prefills, least(scores, range(len(prefills)), self.equal))
 
 
 class Local(LeastLoaded):
@@ -87,7 +92,7 @@ class Local(LeastLoaded):
 
     def scores(self, request: RouteRequest, sides: Sides) -> Scores:
         """Return seconds; tokens, if no worker's speed is known and believed."""
-        scores, terms, _ = _prompt_scores(request, sides)
+        scores, terms = _prompt_scores(request, sides)
         return Scores(scores, _taken_shares(sides), terms)
 
 
@@ -107,19 +112,20 @@ class Conductor(Local):
 
     def scores(self, request: RouteRequest, sides: Sides) -> Scores:
         """Return seconds; tokens and shares, where no worker's speed is known and believed."""
-        scores, terms, place = _prompt_scores(request, sides)
+        scores, terms = _prompt_scores(request, sides)
         if len(sides.decodes) > 1:
-            # A hand-over's speed is of one prefill worker. Which it will be is chosen after this:
-            # the one with the least score stands for those that count as equal.
-            answers = _answer_scores(request, sides, sides.prefills[place])
-            return Scores(scores, answers[0], terms, answers[1])
+            # A hand-over's speed is of one prefill worker. Where not all are paired, another one
+            # that counts as equal may be chosen after this.
+            source = self._next_source(sides.prefills, scores)
+            answers = _answer_scores(request, sides, sides.prefills[source])
+            return Scores(scores, answers[0], terms, answers[1], source)
         return Scores(scores, _taken_shares(sides), terms)
 
 
 def _prompt_scores(
     request: RouteRequest, sides: Sides
-) -> tuple[Sequence[float], Sequence[PromptTerms], int]:
-    """Return the workers' scores, what each is made of, and the place of the least."""
+) -> tuple[Sequence[float], Sequence[PromptTerms]]:
+    """Return the workers' scores, and what each is made of."""
     workers = sides.prefills
     # Fetches are weighed in columns only, and so is who is not predicted beside those who are.
     if len(workers) > FEW or request.fetches is not None:
@@ -128,13 +134,12 @@ def _prompt_scores(
     if len(known) > 1:
         return _scores_in_columns(request, sides)
     terms = [_terms_of(worker, request, is_s=True in known) for worker in workers]
-    scores = [it.score for it in terms]
-    return scores, terms, scores.index(min(scores))
+    return [it.score for it in terms], terms
 
 
 def _scores_in_columns(
     request: RouteRequest, sides: Sides
-) -> tuple[Sequence[float], Sequence[PromptTerms], int]:
+) -> tuple[Sequence[float], Sequence[PromptTerms]]:
     """Return the same of all workers at once."""
     workers, num_tokens, fetches = sides.prefills, request.num_tokens, request.fetches
     side, _ = sides.in_columns()
@@ -159,7 +164,7 @@ def _scores_in_columns(
         ),
     )
     if not is_s:
-        return side.numbers(scores), terms, int(scores.argmin())
+        return side.numbers(scores), terms
     for place in side.loading(request.cached):
         if workers[place].is_predictable:
             it = terms[place] = _terms_of(workers[place], request, is_s=True)
@@ -173,7 +178,7 @@ def _scores_in_columns(
             fetched = _with_fetch(terms[place], workers[place], request, fetches)
             if fetched is not None:
                 terms[place], scores[place] = fetched, fetched.score
-    return side.numbers(scores), terms, int(scores.argmin())
+    return side.numbers(scores), terms
 
 
 def _taken_shares(sides: Sides) -> Sequence[float]:

@@ -88,12 +88,11 @@ def _scored(score: float, terms: Sequence[PromptTerms | AnswerTerms], place: int
 
 
 def _speeds_of(decision: RouteDecision) -> list[float]:
-    """Bytes a second to each decode worker from the prefill worker that is ready soonest."""
-    terms = decision.scores.terms
-    if not terms:
+    """Bytes a second to each decode worker from the prefill worker by which these are scored."""
+    source = decision.scores.source
+    if source is None:
         return []
-    soonest = min(range(len(terms)), key=lambda place: terms[place].score)
-    view = decision.seen.views[decision.sides.prefills[soonest].place]
+    view = decision.seen.views[decision.sides.prefills[source].place]
     assert view is not None
     speeds = view.status.speeds
     return [speeds.get(worker.incarnation, 0.0) for worker in decision.sides.decodes]
@@ -204,7 +203,7 @@ def _replay(record: Mapping[str, Any]) -> Replay:
         fetches=_RecordedFetches(record, prefills) if record["fetchable_tokens"] else None,
         num_output_tokens=record["num_output_tokens"],
     )
-    # Who is ready soonest is found by the policy: it was the same one, or the scores differ anyway.
+    # Whose they are is found by the policy: it was the same one, or the scores differ anyway.
     speeds = {
         worker.incarnation: speed
         for worker, speed in zip(decodes, record["hand_over_speeds"], strict=False)

@@ -119,12 +119,14 @@ class AllTerms(Sequence[TermsT]):
 
 class Scores(NamedTuple):
     """What a policy compares: one number for each place of a side; lower is better. terms and
-    answer_terms: of the prefill and the decode workers' scores, where they are sums."""
+    answer_terms: of the prefill and the decode workers' scores, where they are sums. source: the
+    prefill worker over whose links a hand-over is scored, and whose turn it is; None = none is."""
 
     prefills: Sequence[float]
     decodes: Sequence[float]
     terms: Sequence[PromptTerms] = ()
     answer_terms: Sequence[AnswerTerms] = ()
+    source: int | None = None
 
 
 Memory = Mapping[Incarnation, int] | int | None

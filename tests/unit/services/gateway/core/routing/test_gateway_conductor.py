@@ -22,7 +22,7 @@ from services.gateway.core.routing.decision_record import replay as decide_again
 from services.gateway.core.routing.peer_table import PeerTable
 from services.gateway.core.routing.router import Router
 from services.gateway.core.routing.routing import POLICIES, RouteDecision
-from services.gateway.core.routing.sides import RouteRequest
+from services.gateway.core.routing.sides import RouteRequest, RoutingPolicy
 from services.gateway.core.worker import Role
 from shared.ids import Incarnation, StreamId
 from shared.kv.journal import KvChanges, TierChanges, key_of
@@ -61,7 +61,7 @@ def decide(
     table: PeerTable,
     cached: dict[int, int | Hit],
     num_tokens: int = 1_000,
-    policy: str = "conductor",
+    policy: str | RoutingPolicy = "conductor",
     **more: Any,
 ) -> RouteDecision:
     known = {
@@ -222,6 +222,22 @@ def test_decode_is_the_one_with_the_shortest_steps_and_room() -> None:
     assert chosen(decision)["decode"] == {
         name: record["decodes"][0][name] for name in ("score", "terms")
     }
+
+
+def test_each_prefill_worker_in_its_turn_hands_over_where_its_own_links_are_fast() -> None:
+    """Two hosts with one of each: what is idle on both is taken in turns, and no KV crosses."""
+    table = a_known_mesh([0.0, 0.0], num_decode=2)
+    prefills, decodes = table.all(Role.PREFILL), table.all(Role.DECODE)
+    for prefill, near, far in zip(prefills, decodes, reversed(decodes), strict=True):
+        speeds = {near.incarnation: FAST, far.incarnation: FAST / 1e4}
+        table.report(prefill, replace(prefill.status, speeds=speeds), 0.0)
+    hosts = {it.incarnation: host for side in (prefills, decodes) for host, it in enumerate(side)}
+    policy = conductor.Conductor()
+    taken = [
+        (hosts[found.prefill], hosts[found.decode])
+        for found in (decide(table, {}, num_tokens=100, policy=policy) for _ in range(4))
+    ]
+    assert sorted(taken) == [(0, 0), (0, 0), (1, 1), (1, 1)]
 
 
 def test_any_decision_comes_out_of_its_record_again() -> None:
