@@ -36,6 +36,7 @@ def summarize(run: Run, slo: Slo) -> dict[str, Any]:
     judged = [record for record in run.records if record.end is not Ending.UNFINISHED]
     outcomes = [record.outcome() for record in judged]
     served = [outcome for outcome in outcomes if outcome.is_complete]
+    refused = [record for record in run.records if record.end is Ending.REFUSED]
     counts = Counter(record.end for record in run.records)
     ttft = [outcome.token_times[0] - outcome.arrived_at for outcome in served]
     share = attainment(outcomes, slo) if outcomes else None
@@ -63,6 +64,7 @@ def summarize(run: Run, slo: Slo) -> dict[str, Any]:
         "tpot_s": spread([o.tpot_s for o in served if len(o.token_times) > 1]),
         "itl_s": spread([gap for outcome in served for gap in outcome.itl_s]),
         "e2e_s": spread([o.token_times[-1] - o.arrived_at for o in served]),
+        "refusal_s": spread([record.ended_at - record.sent_at for record in refused]),
         "input_tokens": sums["input_tokens"],
         "cached_tokens": sum(record.num_cached for record in run.records),
         "output_tokens": sums["output_tokens"],

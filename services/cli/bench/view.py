@@ -125,6 +125,8 @@ def _one_run(run: Mapping[str, Any]) -> Sequence[RenderableType]:
     rate = run["submitted_per_s"]
     how = f"{rate:.3g} requests/s for" if rate else "all sent at once, over"
     rows = [[label, *(_time(run, key, q) for q in NAMES)] for key, label in METRICS.items()]
+    if run["refusal_s"]:
+        rows.append(["refused", *(_time(run, "refusal_s", q) for q in NAMES)])
     return [
         Text(f"{_ends(run)}, {how} {run['span_s']:.3g} s"),
         Text(

@@ -82,6 +82,7 @@ def test_everything_missed_counts_against_the_server() -> None:
         record.ask.num_input for record in run.records if record.times
     )
     assert summary["output_tokens"] == 4 + 2
+    assert summary["refusal_s"]["p50"] == pytest.approx(0.999)  # from when it left
 
 
 def test_latency_counts_from_when_a_request_was_due() -> None:
