@@ -145,10 +145,10 @@ class GatewayConfig(ServiceConfig):
     policy: Annotated[str, OneOf(*get_args(RoutingPolicyName), own="package.module:Class")] = (
         "conductor"
     )
-    """Routing policy: conductor (the least predicted time to token 1, by whose cache has the
-    prompt's beginning or can send it), local (likewise, nothing sent), least_loaded, round_robin,
-    random, splitwise, p2c (the better of two random ones), hash (like beginnings together), or
-    package.module:Class, one of your own (docs/add-a-routing-policy.md)."""
+    """Routing policy: conductor (the least predicted time to token 1, by who has or gets the
+    prompt's beginning), local (likewise, nothing sent), least_loaded, round_robin, random,
+    splitwise, p2c (the better of two random ones), hash (like beginnings together), or
+    package.module:Class, your own (docs/add-a-routing-policy.md)."""
 
     index_memory_mib: Annotated[int, Between(1, 1 << 16)] = 256
     """With conductor or local: most memory for the index of who has which prefix; 24 bytes for each
@@ -178,12 +178,15 @@ class GatewayConfig(ServiceConfig):
     """Requests in progress of each API key whose line says nothing else; 0 = no limit."""
 
     metrics_address: str = ""
-    """host:port of a second listener for /metrics, /health and /ready, without API key and TLS: for
-    what scrapes, on 127.0.0.1 or a private network. Of several processes the first one's, the
-    others' ports follow; port 0 = any free one."""
+    """host:port of a second listener for /metrics, /health and /ready, without API key and TLS, on
+    a private network. Of several processes the first one's, the others' follow; port 0 = any."""
 
     max_running: Annotated[int, Between(1)] = 1024
     """Requests in progress at once; more wait."""
+
+    max_pending_tokens: Annotated[int, Between(0)] = 8192
+    """Prompt tokens that a prefill worker has ahead, in the mean, or four prompts if those are
+    more; other prompts wait in the gateway, where priority and fairness decide. 0 = none do."""
 
     max_waiting: Annotated[int, Between(0)] = 256
     """Requests that may wait for a place; more are refused at once."""
@@ -300,8 +303,7 @@ class WorkerConfig(ServiceConfig):
     """gRPC port of this worker; 0 = any free one."""
 
     advertise: str = ""
-    """host or host:port at which others reach this worker; default: the address the gateway
-    sees."""
+    """host or host:port at which others reach this worker; default: what the gateway sees."""
 
     metrics_port: Annotated[int, PORT] = 0
     """Port for /metrics and /health of this worker; 0 = none."""
@@ -437,8 +439,7 @@ class WorkerConfig(ServiceConfig):
     instead."""
 
     cuda_graphs: bool = True
-    """Record decode steps as CUDA graphs at start and replay them; on a GPU with triton kernels
-    only."""
+    """Record decode steps as CUDA graphs at start and replay them; with triton kernels alone."""
 
     max_graph_rows: Annotated[int, Between(1, 4096)] = 256
     """Largest batch that is recorded; larger ones run kernel by kernel."""

@@ -49,8 +49,9 @@ class MeshSetting:
     """All of a simulated mesh but its workers. unit: what devices make of one worker. token_budget:
     0 = as workers decide it. batch_tokens: prompts share a step up to so many, 0 = all that it
     holds. wire_s: how long a message is under way. is_exact: every step is an event, equal ones are
-    not skipped. gateway_running, gateway_waiting, max_wait_s, overload: the gateway's own; by
-    default it lets everybody in. With overload each request names the limits as its own."""
+    not skipped. gateway_running, max_pending_tokens, gateway_waiting, max_wait_s, overload: the
+    gateway's own; by default it lets everybody in. With overload each request names the limits as
+    its own."""
 
     unit: Callable[[Unit], UnitModel]
     kv: KvShape
@@ -65,6 +66,7 @@ class MeshSetting:
     wire_s: float = WIRE_S
     is_exact: bool = False
     gateway_running: int = 1 << 20
+    max_pending_tokens: int = 0
     gateway_waiting: int = 0
     max_wait_s: float = 10.0
     overload: str = "off"
@@ -150,6 +152,7 @@ def _mesh(
         policy=setting.policy,
         max_running=setting.gateway_running,
         max_waiting=setting.gateway_waiting,
+        max_pending_tokens=setting.max_pending_tokens,
         max_wait_s=setting.max_wait_s,
         wire_s=setting.wire_s,
         skips=not setting.is_exact,

@@ -97,11 +97,12 @@ class CoreMesh(Members):
         max_running: int = 16,
         max_waiting: int = 64,
         max_wait_s: float = 10.0,
+        max_pending_tokens: int = 0,
         wire_s: float = WIRE_S,
         skips: bool = False,
     ) -> None:
-        """size: of every worker. max_running, max_waiting, max_wait_s: of the gateway. wire_s: how
-        long a message is under way. skips: see ``CoreWorker``."""
+        """size: of every worker. max_running, max_waiting, max_wait_s, max_pending_tokens: of the
+        gateway. wire_s: how long a message is under way. skips: see ``CoreWorker``."""
         super().__init__(spec, layout, new_engine, size, policy=policy, wire_s=wire_s, skips=skips)
         self._chances = counted_chances(7)
         self.overload = Overload(OverloadMode.OFF)
@@ -111,6 +112,7 @@ class CoreMesh(Members):
             max_wait_s=max_wait_s,
             overload=self.overload,
             sides=lambda: self.table.sides,
+            max_pending_tokens=max_pending_tokens,
         )
         self._max_wait_s, self._tick_at = max_wait_s, math.inf
         self._random_bytes = counted_bytes(99)
@@ -209,7 +211,8 @@ class CoreMesh(Members):
 
     def _emitted(self, answer: CoreAnswer, num_tokens: int) -> None:
         cached = 0 if answer.computed is None else answer.computed.cached_tokens
-        self._admission.emitted(answer.key, num_tokens, self.clock.now, cached_tokens=cached)
+        now = self.clock.now
+        self._perform(self._admission.emitted(answer.key, num_tokens, now, cached_tokens=cached))
 
     def _is_refused_now(self, answer: CoreAnswer) -> bool:
         """Ask admission once more, now that the prompt is computed; whether that was the end."""
@@ -355,6 +358,7 @@ class CoreMesh(Members):
         match word.what:
             case "granted":
                 self._apply(answer, life.granted(attempt))
+                self._perform(self._admission.granted(answer.key, self.clock.now))
             case "joined":
                 life.joined(attempt)
             case "done":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
 from pathlib import Path
@@ -84,19 +85,27 @@ async def test_of_several_answers_none_is_refused_for_want_of_room(tmp_path: Pat
             assert told["usage"]["completion_tokens"] == 250
 
 
-async def test_a_flood_of_one_tenant_does_not_hold_up_another(tmp_path: Path) -> None:
-    """Two places, forty requests of one, then two of the other: by arrival those would be the last
-    to be answered."""
+@pytest.mark.parametrize(
+    ("settings", "num_tokens"), [({}, 1500), ({"max_running": 2, "max_wait_s": 60.0}, 20)]
+)
+async def test_a_flood_of_one_tenant_holds_up_neither_others_nor_what_is_urgent(
+    tmp_path: Path, settings: dict[str, Any], num_tokens: int
+) -> None:
+    """Forty requests of one, then two of another and two of its own that are urgent: by arrival
+    those would be the last to be answered. By default few of the long prompts are with the worker,
+    and nobody is refused for a wait of several times --max-wait-s; or two places are set."""
     async with process_mesh() as mesh:
         with mesh.explained():
-            gateway = await a_mesh(mesh, tmp_path, max_running=2, max_wait_s=60.0)
+            gateway = await a_mesh(mesh, tmp_path, **{"max_wait_s": 0.2, **settings})
             done: list[str] = []
             one_is_done = asyncio.Event()
+            begins = itertools.count(5)  # no two prompts have one beginning
 
-            async def one(key: str) -> None:
-                status, _, _ = await ask(gateway, key)
-                assert status == 200
-                done.append(key)
+            async def one(key: str, **body: Any) -> None:
+                prompt = [next(begins)] * num_tokens
+                status, _, told = await ask(gateway, key, prompt=prompt, **body)
+                assert status == 200, told
+                done.append(f"{key} {body}" if body else key)
                 one_is_done.set()
 
             async with asyncio.TaskGroup() as tasks:
@@ -105,8 +114,9 @@ async def test_a_flood_of_one_tenant_does_not_hold_up_another(tmp_path: Path) ->
                 await one_is_done.wait()
                 for _ in range(2):
                     tasks.create_task(one("bob"))
-            assert len(done) == 42
-            assert [place for place, key in enumerate(done) if key == "bob"][-1] < 20
+                    tasks.create_task(one("alice", priority=7))
+            assert len(done) == 44
+            assert [place for place, key in enumerate(done) if key != "alice"][-1] < 25
 
 
 async def test_several_answers_wait_for_each_other_and_are_never_refused(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import heapq
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,6 +108,7 @@ class OverloadMesh:
         max_running: int = 100_000,
         max_waiting: int = 100_000,
         max_wait_s: float = 60.0,
+        max_pending_tokens: int = 8192,
         tenants: Tenants | None = None,
     ) -> None:
         self.now = 0.0
@@ -142,6 +143,7 @@ class OverloadMesh:
             overload=Overload(OverloadMode(mode), self.speed),
             sides=lambda: self._sides,
             tenants=tenants,
+            max_pending_tokens=max_pending_tokens,
         )
 
     def run(self, load: list[Ask]) -> list[Outcome]:
@@ -185,7 +187,7 @@ class OverloadMesh:
             self.admission.arrive(key, self.now, terms=ask.terms, num_tokens=ask.num_tokens)
         )
 
-    def _apply(self, effects: list[Effect] | list[TurnAway]) -> None:
+    def _apply(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
             match effect:
                 case Admit(key):
@@ -234,10 +236,11 @@ class OverloadMesh:
             self._apply(refusals)
             return
         outcome.ttft_s = self.now - outcome.ask.at
-        self.admission.emitted(key, 1, self.now, cached_tokens=0)
+        admitted = self.admission.emitted(key, 1, self.now, cached_tokens=0)
         self._progress(decode)
         heapq.heappush(decode.ends, (decode.steps + outcome.ask.num_output - 1, key))
         self._plan(decode)
+        self._apply(admitted)
 
     def _progress(self, decode: Decode) -> None:
         if decode.ends:

@@ -68,7 +68,7 @@ class Outcome(NamedTuple):
 class Case:
     """A mesh and a load. num_shared: tokens of which two thirds of the prompts begin with half at
     least. most_output: of an answer. places: how many requests run at the gateway, and how many may
-    wait there."""
+    wait there. max_pending_tokens: of the gateway."""
 
     seed: int
     num_prefill: int
@@ -81,6 +81,7 @@ class Case:
     num_shared: int = 0
     most_output: int = 60
     places: int = 512
+    max_pending_tokens: int = 8192
 
     @property
     def requests(self) -> list[SimRequest]:
@@ -114,6 +115,7 @@ def drawn_case(seed: int, num_requests: int) -> Case:
         rate=rng.choice([30.0, 60.0, 150.0]),
         num_shared=rng.choice([0, 0, 256]),
         most_output=rng.choice([4, 12, 40]),
+        max_pending_tokens=rng.choice([8192, 500]),
     )
 
 
@@ -159,6 +161,7 @@ def on_the_mesh(case: Case) -> Truth:
                 "max_running": case.places,
                 "max_waiting": case.places,
                 "max_wait_s": MAX_WAIT_S,
+                "max_pending_tokens": case.max_pending_tokens,
             },
             prefill={**both, "batch_tokens": 1},
             decode=both,
@@ -232,6 +235,7 @@ def simulated(case: Case, truth: Truth, *, skips: bool) -> Outcome:
         max_running=case.places,
         max_waiting=case.places,
         max_wait_s=MAX_WAIT_S,
+        max_pending_tokens=case.max_pending_tokens,
         wire_s=0.0,
         skips=skips,
     )

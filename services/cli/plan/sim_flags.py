@@ -88,6 +88,8 @@ class SimFlags:
         predicted, as a gateway's --overload. All but off have each request name both as its own.
     gateway_max_running
         --max-running of the gateway: requests in progress at once.
+    max_pending_tokens
+        Prompt tokens that a worker has ahead; other prompts wait at the gateway; 0 = none do.
     max_waiting
         Requests that may wait for a place at the gateway; more are refused at once.
     max_wait_s
@@ -112,6 +114,7 @@ class SimFlags:
     max_running: int = 256
     overload: OverloadName = "off"
     gateway_max_running: int = GATEWAY.max_running
+    max_pending_tokens: int = GATEWAY.max_pending_tokens
     max_waiting: int = GATEWAY.max_waiting
     max_wait_s: float = GATEWAY.max_wait_s
     link: str = "25GB/s"
@@ -132,6 +135,7 @@ class SimFlags:
             ("--token-budget", 0 <= self.token_budget <= 1 << 20, f"0..{1 << 20}"),
             ("--max-running", 1 <= self.max_running <= 1 << 16, f"1..{1 << 16}"),
             ("--gateway-max-running", self.gateway_max_running >= 1, "1 or more"),
+            ("--max-pending-tokens", self.max_pending_tokens >= 0, "0 or more"),
             ("--max-waiting", self.max_waiting >= 0, "0 or more"),
             ("--max-wait-s", 0 < self.max_wait_s <= 60, "above 0 and at most 60"),
             ("--rate", 0 < self.rate < 1e6, "above 0 and below 1e6"),
@@ -167,6 +171,7 @@ class SimFlags:
             token_budget=self.token_budget,
             max_running=self.max_running,
             gateway_running=self.gateway_max_running,
+            max_pending_tokens=self.max_pending_tokens,
             gateway_waiting=self.max_waiting,
             max_wait_s=self.max_wait_s,
             overload=self.overload,

@@ -118,6 +118,7 @@ class GatewayMesh:
             overload=self._overload,
             sides=lambda: members.table.sides,
             tenants=Tenants(tenants),
+            max_pending_tokens=config.max_pending_tokens,
         )
         self._stays: dict[bytes, _Stay] = {}
         self._num_early = 0  # requests that came before any worker
@@ -275,6 +276,7 @@ class GatewayMesh:
             timeline,
             self._delivery,
             self._admission,
+            self._apply,
             max_attempts=self._config.max_attempts,
             pair_wait_s=self._config.max_wait_s,
             failover_wait_s=self._config.failover_wait_s,

@@ -10,11 +10,12 @@ attempt has failed. Leaving the block in any way cancels both legs.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from services.gateway.core.admission.admission import Admission
+from services.gateway.core.admission.admission import Effect as AdmissionEffect
 from services.gateway.core.dispatcher import (
     BlamePair,
     Dispatcher,
@@ -72,7 +73,7 @@ class LegShell:
     def granted(self, event: wire.Granted) -> None:
         """Decode reserved the blocks."""
         self._request.timeline.granted(cached_tokens=event.cached_tokens, wait_s=event.wait_s)
-        self._request.apply(self._request.lifecycle.granted(self._attempt))
+        self._request.granted(self._attempt)
 
     def joined(self, event: wire.Joined) -> None:
         """Decode has all KV."""
@@ -99,6 +100,7 @@ class RequestShell:
         timeline: Timeline,
         delivery: Delivery,
         admission: Admission,
+        admit: Callable[[Iterable[AdmissionEffect]], None],
         *,
         max_attempts: int,
         pair_wait_s: float,
@@ -118,7 +120,7 @@ class RequestShell:
             prompt=prompt,
         )
         self._delivery = delivery
-        self._admission = admission
+        self._admission, self._admit = admission, admit
         self._pending: list[AnswerToken] = []  # have arrived in this turn of the loop
         self._take: Take | None = take
         self._is_called = False  # who waits, by ``take``
@@ -172,9 +174,11 @@ class RequestShell:
         self.is_due = False
         tokens, self._pending = self._pending, []
         told = self.timeline.emitted(now, len(tokens))
-        self._admission.emitted(
+        admitted = self._admission.emitted(
             self._request.request_id, len(tokens), now, cached_tokens=self.timeline.cached_tokens
         )
+        if admitted:
+            self._admit(admitted)
         if self._take is not None:  # else the consumer failed, or left in this very turn
             try:
                 if self._take(tokens):
@@ -195,6 +199,12 @@ class RequestShell:
 
     def receipt(self) -> dict[str, Any]:
         return self.timeline.receipt().as_dict()
+
+    def granted(self, attempt: int) -> None:
+        """Decode has room for it; whoever waited for that may be next."""
+        self.apply(self.lifecycle.granted(attempt))
+        now = asyncio.get_running_loop().time()
+        self._admit(self._admission.granted(self._request.request_id, now))
 
     def is_refused_now(self) -> bool:
         """Ask admission once more, now that the prompt is computed; whether that was the end."""

@@ -9,6 +9,9 @@ A request with several answers is refused before its first token or not at all: 
 its first answer, and the others, which come afterwards, wait until its deadline. One of them at a
 time stands in the queue, and each comes there as a new request would: so many answers take no more
 turns than a request with one.
+
+A place is not all that is waited for: while the workers have enough (``backlog.py``), the rest is
+held here, where priority and fairness decide. Who waits for that alone is not refused for it.
 """
 
 from __future__ import annotations
@@ -16,10 +19,11 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from services.gateway.core.admission.backlog import Backlog
 from services.gateway.core.admission.fair_queue import FairQueue, QueuedRequest
 from services.gateway.core.admission.overload import Cached, Forecast, Overload, OverloadMode, late
 from services.gateway.core.admission.tenants import Tenants, Terms
@@ -30,8 +34,13 @@ from shared.errors import DeadlinePassed, MeshError, Overloaded
 REASONS = ("queue_full", "queue_timeout", "deadline", "slo_ttft", "slo_tbt", "slo_both")
 """Codes of what admission refuses, but for a gateway that shuts down."""
 
+AGEING_S = 60.0
+"""How long a request waits for one priority more: so long that a tenant's flood does not become
+urgent by waiting. Where nobody waits for workers, and so for ``max_wait_s`` at most, it is a
+quarter of that."""
+
 _NEW_GAP_SHARE = 0.1
-"""Of the newest gap in the mean time between two departures."""
+"""Of the newest gap in the mean time between two that leave the queue."""
 
 
 class Admit(NamedTuple):
@@ -91,7 +100,7 @@ class Admission:
     """Who runs and who waits.
 
     Keys are any hashable that names a request; each is admitted at most once. sides: who can be
-    asked at this moment, for predictions.
+    asked at this moment. max_pending_tokens: see ``Backlog``.
     """
 
     def __init__(
@@ -103,6 +112,7 @@ class Admission:
         overload: Overload,
         sides: Callable[[], Sides],
         tenants: Tenants | None = None,
+        max_pending_tokens: int = 0,
     ) -> None:
         self._max_running = max_running
         self._max_waiting = max_waiting
@@ -111,8 +121,10 @@ class Admission:
         self._sides = sides
         self.tenants = tenants or Tenants()
         self._queue = FairQueue(
-            lambda name: self.tenants.tenant(name).weight, ageing_s=max_wait_s / 4
+            lambda name: self.tenants.tenant(name).weight,
+            ageing_s=AGEING_S if max_pending_tokens else max_wait_s / 4,
         )
+        self._backlog = Backlog(max_pending_tokens, sides)
         self._running: dict[bytes, _Request] = {}
         self._waiting: dict[bytes, _Request] = {}
         # Of each request of which a further answer is in the queue: those that come after it.
@@ -153,8 +165,7 @@ class Admission:
         if now >= request.deadline_at:
             error = DeadlinePassed("the deadline passed before the request was admitted")
             return [self._refused(request, error)]
-        is_full = len(self._running) >= self._max_running
-        has_place = not (self._queue or is_full) and self._may_run(terms.tenant)
+        has_place = not (self._queue or self._is_full) and self._may_run(terms.tenant)
         queue_s = 0.0
         if terms.has_limit and not has_place:
             queue_s = self._queue.num_ahead(terms, now, self._may_run) * self._gap_s
@@ -168,7 +179,10 @@ class Admission:
         # If only tenants at their own limit are in the queue, one of another tenant runs at once.
         effects = self._fill(now)
         # Further answers of requests that were let in do not count: they make room for nobody.
-        if len(self._queue) - len(self._behind) > self._max_waiting:
+        most = self._max_waiting
+        if self._backlog.is_enough:  # then those wait here, too, for which there are places
+            most += self._max_running - len(self._running)
+        if len(self._queue) - len(self._behind) > most:
             last = self._queue.last(now)
             assert last is not None
             effects.append(self._make_room(self._waiting[last.key]))
@@ -183,10 +197,19 @@ class Admission:
         if request is None:
             return
         request.was_sent, request.decode = True, decode
+        is_apart = decode is not None and decode is not prefill
+        self._backlog.dispatched(key, num_cached=num_cached, is_apart=is_apart)
         # Overload counts answers on decode: one without it takes no place there.
         if decode is not None:
             num_tokens = request.num_tokens
             self._overload.dispatched(key, prefill, decode, num_tokens, now, num_cached=num_cached)
+
+    def granted(self, key: bytes, now: float) -> Sequence[Effect]:
+        """Decode has room for it."""
+        if key not in self._running:
+            return ()
+        self._backlog.granted(key)
+        return self._fill(now)
 
     def prompt_computed(self, key: bytes, now: float) -> list[TurnAway]:
         """The first token of its attempt is there, and has not been handed on."""
@@ -199,18 +222,23 @@ class Admission:
         error = self._overload.refusal_at_decode(request.terms, request.decode, now)
         return [] if error is None else [self._refused(request, error)]
 
-    def emitted(self, key: bytes, num_tokens: int, now: float, *, cached_tokens: int) -> None:
+    def emitted(
+        self, key: bytes, num_tokens: int, now: float, *, cached_tokens: int
+    ) -> Sequence[Effect]:
         """Tokens of an answer were handed on. cached_tokens: of its prompt, not computed."""
         request = self._running.get(key)
         if request is None:
-            return
-        cached = 0
-        if not request.has_begun:
-            request.has_begun = True
-            self._goes_on(request)
-            cached = cached_tokens
-            self._overload.began(key, now)
-        self._queue.charge(request.terms.tenant, prompt_tokens=-cached, output_tokens=num_tokens)
+            return ()
+        tenant = request.terms.tenant
+        if request.has_begun:
+            self._queue.charge(tenant, output_tokens=num_tokens)
+            return ()
+        request.has_begun = True
+        self._goes_on(request)
+        self._overload.began(key, now)
+        self._queue.charge(tenant, prompt_tokens=-cached_tokens, output_tokens=num_tokens)
+        self._backlog.began(key)
+        return self._fill(now)
 
     def leave(self, key: bytes, now: float) -> list[Effect]:
         """A request is over, or its client has gone; whoever may run now is admitted."""
@@ -224,9 +252,7 @@ class Admission:
             if not request.was_sent:  # no pair was found for it
                 self._queue.charge(request.terms.tenant, prompt_tokens=-request.num_tokens)
             self._overload.ended(key, now)
-            if self._queue:
-                self._gap_s += _NEW_GAP_SHARE * (now - self._left_at - self._gap_s)
-            self._left_at = now
+            self._backlog.ended(key)
         return self._fill(now)
 
     @property
@@ -242,7 +268,11 @@ class Admission:
         effects: list[Effect] = []
         while (due_at := self.next_tick_at) is not None and due_at <= now:
             _, key = heapq.heappop(self._give_up)
-            effects.append(self._waited_too_long(self._waiting[key], now))
+            request = self._waiting[key]
+            if self._is_held(request, now):
+                self._look_after(request, now + self._max_wait_s)
+            else:
+                effects.append(self._waited_too_long(request, now))
         return effects
 
     def close(self, error: MeshError) -> list[Effect]:
@@ -255,6 +285,10 @@ class Admission:
 
     # --- inside ---------------------------------------------------------------------------------
 
+    @property
+    def _is_full(self) -> bool:
+        return len(self._running) >= self._max_running or self._backlog.is_enough
+
     def _may_run(self, tenant: str) -> bool:
         most = self.tenants.tenant(tenant).max_running
         return most is None or self._num_of_tenant[tenant] < most
@@ -263,6 +297,7 @@ class Admission:
         tenant = request.terms.tenant
         self._running[request.key] = request
         self._num_of_tenant[tenant] += 1
+        self._backlog.admitted(request.key, request.num_tokens)
         self._queue.charge(tenant, prompt_tokens=request.num_tokens)
         return Admit(request.key)
 
@@ -274,17 +309,15 @@ class Admission:
 
     def _wait(self, request: _Request, now: float) -> None:
         self._waiting[request.key] = request
-        limit_at = request.deadline_at
+        limit_at = math.inf
         if request.may_be_refused:
             # Who names a limit says how long it waits.
             due_at = request.arrived_at + request.terms.ttft_s
             # Told once: the mode may be another when the time is up.
             is_off = self._overload.mode is OverloadMode.OFF
             request.waits_to_limit = not is_off and due_at < math.inf
-            most_at = due_at if request.waits_to_limit else now + self._max_wait_s
-            limit_at = min(limit_at, most_at)
-        if limit_at < math.inf:
-            heapq.heappush(self._give_up, (limit_at, request.key))
+            limit_at = due_at if request.waits_to_limit else now + self._max_wait_s
+        self._look_after(request, limit_at)
         others = self._behind.get(request.follows)
         if others is not None:
             others.append(request)
@@ -294,6 +327,18 @@ class Admission:
         if request.follows:
             self._behind[request.follows] = deque()
         self._line_up(request, now)
+
+    def _look_after(self, request: _Request, at: float) -> None:
+        """Ask at that time, or at its deadline, whether it has waited too long."""
+        at = min(at, request.deadline_at)
+        if at < math.inf:
+            heapq.heappush(self._give_up, (at, request.key))
+
+    def _is_held(self, request: _Request, now: float) -> bool:
+        """Whether it waits for nothing but the workers, which have enough: that has no limit but
+        its own and its deadline."""
+        has_place = len(self._running) < self._max_running and self._may_run(request.terms.tenant)
+        return has_place and not request.waits_to_limit and now < request.deadline_at
 
     def _line_up(self, request: _Request, now: float, *, was_away: bool = True) -> None:
         came_at = now if request.follows else request.arrived_at
@@ -319,11 +364,13 @@ class Admission:
     def _fill(self, now: float) -> list[Effect]:
         """Admit whoever is next, as long as there is a place."""
         effects: list[Effect] = []
-        while self._queue and len(self._running) < self._max_running:
+        while self._queue and not self._is_full:
             queued = self._queue.pop(now, self._may_run)
             if queued is None:
                 break
             request = self._waiting.pop(queued.key)
+            self._gap_s += _NEW_GAP_SHARE * (now - self._left_at - self._gap_s)
+            self._left_at = now
             self._next_answer(request, now)
             would_be_late = self._would_be_late(request, now, queue_s=0.0)
             if would_be_late is None:

@@ -48,6 +48,7 @@ def a_shell(take: Take, admission: Admission | None = None) -> RequestShell:
         Timeline(0.0),
         Delivery(),
         admission or an_admission(),
+        list,
         max_attempts=1,
         pair_wait_s=1.0,
         failover_wait_s=1.0,

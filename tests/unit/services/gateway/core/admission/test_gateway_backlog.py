@@ -1,0 +1,153 @@
+"""What workers have ahead: prompts, answers and room; the rest waits in the gateway, in order."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.gateway.core.admission.admission import AGEING_S, Admission, Admit, TurnAway
+from services.gateway.core.admission.backlog import PROMPTS_AHEAD
+from services.gateway.core.admission.overload import Overload, OverloadMode
+from services.gateway.core.routing.sides import Sides
+from services.gateway.core.worker import Role, Worker, WorkerStatus
+from shared.errors import DeadlinePassed
+from tests.unit.services.gateway.core.admission.test_gateway_admission import of, refused
+from tests.unit.services.gateway.core.routing.test_gateway_routing import a_worker
+
+PREFILL, DECODE = a_worker(Role.PREFILL, 1), a_worker(Role.DECODE, 2)
+
+
+def an_admission(*, decode: Worker = DECODE, pending: int = 1000, waiting: int = 2) -> Admission:
+    """One pair, eight places, two seconds."""
+    at = Sides([PREFILL], [1], [decode])
+    return Admission(
+        max_running=8,
+        max_waiting=waiting,
+        max_wait_s=2.0,
+        overload=Overload(OverloadMode.OFF),
+        sides=lambda: at,
+        max_pending_tokens=pending,
+    )
+
+
+def key(number: int) -> bytes:
+    return b"%d" % number
+
+
+def filled(admission: Admission, *, num_tokens: int = 300) -> None:
+    """As many prompts as the worker has ahead, and not one more."""
+    for number in range(PROMPTS_AHEAD):
+        assert admission.arrive(key(number), 0.0, num_tokens=num_tokens) == [Admit(key(number))]
+        assert admission.dispatched(key(number), PREFILL, DECODE, 0.0) is None
+        assert admission.granted(key(number), 0.0) == []
+
+
+def begin(admission: Admission, number: int, now: float = 1.0) -> list[object]:
+    """Its first token."""
+    return list(admission.emitted(key(number), 1, now, cached_tokens=0))
+
+
+def test_more_prompts_wait_and_the_urgent_one_is_next() -> None:
+    """A first token lets the next one go; later tokens do not."""
+    admission = an_admission()
+    filled(admission)
+    assert admission.arrive(b"usual", 0.0, num_tokens=300) == []
+    assert admission.arrive(b"urgent", 0.1, terms=of("", 7), num_tokens=300) == []
+    assert begin(admission, 0) == [Admit(b"urgent")]
+    assert begin(admission, 0) == []
+    assert begin(admission, 1) == [Admit(b"usual")]
+    assert admission.statistics().num_running == PROMPTS_AHEAD + 2
+
+
+def test_a_prompt_that_ends_without_a_token_counts_no_more() -> None:
+    admission = an_admission()
+    filled(admission)
+    assert admission.arrive(b"next", 0.0, num_tokens=300) == []
+    assert admission.leave(key(2), 0.1) == [Admit(b"next")]
+
+
+def test_few_prompts_are_never_too_many_however_long() -> None:
+    filled(an_admission(), num_tokens=100_000)
+
+
+def test_short_prompts_and_those_that_are_cached_are_not_held() -> None:
+    """It is tokens to compute that count."""
+    admission = an_admission()
+    for number in range(7):
+        assert admission.arrive(key(number), 0.0, num_tokens=300) == [Admit(key(number))]
+        admission.dispatched(key(number), PREFILL, DECODE, 0.0, num_cached=290)
+        admission.granted(key(number), 0.0)
+
+
+def test_with_nothing_set_all_is_sent_at_once() -> None:
+    admission = an_admission(pending=0)
+    filled(admission, num_tokens=10_000)
+    assert admission.arrive(b"next", 0.0, num_tokens=10_000) == [Admit(b"next")]
+
+
+def test_who_waits_for_workers_alone_is_not_refused_for_it() -> None:
+    """But its deadline passes; and when all places are taken, the wait for one is bounded."""
+    admission = an_admission()
+    filled(admission)
+    admission.arrive(b"patient", 0.0, num_tokens=300)
+    admission.arrive(b"hasty", 0.0, num_tokens=300, deadline_at=5.0)
+    assert admission.tick(2.0) == []
+    assert admission.next_tick_at == 4.0
+    assert admission.tick(4.0) == []
+    (late,) = admission.tick(5.0)
+    assert isinstance(late, TurnAway)
+    assert late.key == b"hasty"
+    assert isinstance(late.error, DeadlinePassed)
+    for number in range(PROMPTS_AHEAD):
+        begin(admission, number, 5.0)
+    for number in range(10, 13):
+        assert admission.arrive(key(number), 6.0, num_tokens=300) == [Admit(key(number))]
+    assert admission.arrive(b"last", 6.0, num_tokens=300) == []
+    assert refused(list(admission.tick(8.0))) == (b"last", "queue_timeout")
+
+
+def test_as_many_wait_as_there_are_places_and_no_more() -> None:
+    """Eight places and two that wait are ten requests, held or not."""
+    admission = an_admission()
+    filled(admission)
+    for number in range(10, 16):
+        assert admission.arrive(key(number), 0.0, num_tokens=300) == []
+    assert refused(admission.arrive(b"eleventh", 0.0)) == (b"eleventh", "queue_full")
+
+
+def test_a_decode_worker_is_given_no_more_answers_than_it_runs_at_once() -> None:
+    decode = a_worker(Role.DECODE, 2)
+    decode.report(WorkerStatus(max_running=2))
+    admission = an_admission(decode=decode)
+    for number in range(2):
+        admission.arrive(key(number), 0.0, num_tokens=10)
+        begin(admission, number)
+    assert admission.arrive(b"next", 1.0, num_tokens=10) == []
+    assert admission.leave(key(0), 2.0) == [Admit(b"next")]
+
+
+@pytest.mark.parametrize("is_apart", [True, False])
+def test_where_no_decode_worker_has_room_few_wait_for_it(is_apart: bool) -> None:
+    """Their prompts are computed, and their clients would wait for the second token: the others
+    wait for the first. Where nothing moves, prompts wait for room by themselves."""
+    decode = a_worker(Role.DECODE, 2)
+    decode.report(WorkerStatus(reserved_blocks=decode.num_blocks))
+    admission = an_admission(decode=decode)
+    for number in range(2):
+        assert admission.arrive(key(number), 0.0, num_tokens=10) == [Admit(key(number))]
+        admission.dispatched(key(number), PREFILL if is_apart else decode, decode, 0.0)
+        begin(admission, number)
+    assert admission.arrive(b"next", 1.0, num_tokens=10) == ([] if is_apart else [Admit(b"next")])
+    if is_apart:
+        assert admission.granted(key(0), 2.0) == [Admit(b"next")]
+        assert admission.granted(b"unknown", 2.0) == ()
+
+
+def test_a_wait_for_workers_ages_slowly() -> None:
+    """Seconds of waiting are usual there, and must not make everybody urgent."""
+    admission = an_admission()
+    filled(admission)
+    admission.arrive(b"old", 0.0, num_tokens=300)
+    admission.arrive(b"urgent", 50.0, terms=of("", 4), num_tokens=300)
+    assert begin(admission, 0, 51.0) == [Admit(b"urgent")]
+    admission.arrive(b"urgent too", AGEING_S + 1, terms=of("", 4), num_tokens=300)
+    assert begin(admission, 1, AGEING_S + 2) == [Admit(b"old")]
