@@ -135,7 +135,7 @@ class Walk:
         """Return an answer that runs on the worker."""
         timeline = Timeline(0.0, watchers=self._watchers)
         shell = RequestShell(
-            request, take, NOBODY, timeline, self._delivery, self._admission, list,
+            request, take, NOBODY, timeline, self._delivery, self._admission, lambda effects: None,
             max_attempts=1, pair_wait_s=1.0, failover_wait_s=1.0,
         )  # fmt: skip
         shell.lifecycle.dispatched(is_whole=True)

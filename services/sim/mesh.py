@@ -114,6 +114,7 @@ class CoreMesh(Members):
             sides=lambda: self.table.sides,
             max_pending_tokens=max_pending_tokens,
         )
+        self._may_be_refused = not max_pending_tokens
         self._max_wait_s, self._tick_at = max_wait_s, math.inf
         self._random_bytes = counted_bytes(99)
         self._stream_ids = itertools.count(1)
@@ -140,6 +141,7 @@ class CoreMesh(Members):
             deadline_at=None,
             pair_wait_s=self._max_wait_s,
             failover_wait_s=5.0,
+            may_be_refused=self._may_be_refused,
             prompt=hashed,
         )
         answer = CoreAnswer(key, prompt, life, dispatcher, asked_at=self.clock.now, hashed=hashed)

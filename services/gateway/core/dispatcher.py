@@ -75,8 +75,8 @@ class Dispatcher:
     """Finds the workers of one request, attempt by attempt.
 
     pair_wait_s: the longest wait for a pair, and for room on decode beyond what the prompt takes,
-    which needs none before; one whose client has tokens, of this answer or another (may_be_refused
-    is False), waits for room until its deadline. failover_wait_s: the longest that a client hears
+    which needs none before; one whose client has tokens, or that may not be refused for it, waits
+    for room until its deadline. failover_wait_s: the longest that a client hears
     nothing because a worker was lost. prompt: see ``RouteRequest``.
     """
 

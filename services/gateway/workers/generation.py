@@ -280,6 +280,8 @@ class GatewayMesh:
             max_attempts=self._config.max_attempts,
             pair_wait_s=self._config.max_wait_s,
             failover_wait_s=self._config.failover_wait_s,
+            # Where no more is sent than the workers have room for, none is refused for waiting.
+            may_be_refused=not (request.follows or self._config.max_pending_tokens),
             prompt=prompt,
         )
         await shell.dispatch()

@@ -105,6 +105,7 @@ class RequestShell:
         max_attempts: int,
         pair_wait_s: float,
         failover_wait_s: float,
+        may_be_refused: bool = True,
         prompt: HashedPrompt | None = None,
     ) -> None:
         self.lifecycle = Lifecycle(request.token_ids, request.sampling, max_attempts=max_attempts)
@@ -116,7 +117,7 @@ class RequestShell:
             deadline_at=request.deadline_at,
             pair_wait_s=pair_wait_s,
             failover_wait_s=failover_wait_s,
-            may_be_refused=not request.follows,
+            may_be_refused=may_be_refused,
             prompt=prompt,
         )
         self._delivery = delivery
