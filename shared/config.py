@@ -129,15 +129,14 @@ class GatewayConfig(ServiceConfig):
     """Port on which workers join; 0 = any free one."""
 
     gateway_processes: Annotated[int, Between(1, 64)] = 1
-    """Gateway processes that share the HTTP port. Workers join each: at --mesh-port, that plus 1,
-    and so on."""
+    """Gateway processes that share the HTTP port; workers join each, from --mesh-port up."""
 
     share_http_port: bool = False
     """Let other gateway processes of this host listen on the HTTP port, too."""
 
     process_port: Annotated[int, PORT] = 0
-    """Second HTTP port, of this process alone: where its own /metrics and /cluster are if several
-    share the first; of several the first one's, the others' follow; 0 = none."""
+    """Second HTTP port, of this process alone, for its own /metrics and /cluster if several share
+    the first; of several the first one's, the others' follow; 0 = none."""
 
     model_name: str = ""
     """Name that clients use; default: the folder's name."""
@@ -185,15 +184,15 @@ class GatewayConfig(ServiceConfig):
     """Requests in progress at once; more wait."""
 
     max_pending_tokens: Annotated[int, Between(0)] = 8192
-    """Prompt tokens that a prefill worker has ahead, in the mean, or four prompts if those are
-    more; other prompts wait in the gateway, where priority and fairness decide. 0 = none do."""
+    """Prompt tokens, or four prompts if they are more, that each prefill worker has ahead; others
+    wait in the gateway, where priority and fairness decide. 0 = none do."""
 
     max_waiting: Annotated[int, Between(0)] = 256
     """Requests that may wait for a place; more are refused at once."""
 
     max_wait_s: Annotated[float, AboveZero(60)] = 2.0
-    """Longest wait for a place, for a worker pair, and for blocks on decode, there beyond what the
-    prompt is predicted to take."""
+    """Longest wait for a place, and for a worker pair; with --max-pending-tokens 0 for blocks on
+    decode, too, there beyond what the prompt is predicted to take."""
 
     overload: Annotated[str, OneOf(*get_args(OverloadName))] = "off"
     """When a request is refused that would miss its own limits (ttft_ms, tpot_ms): off; stage: when

@@ -31,6 +31,7 @@ from services.sim.members import Member
 from services.sim.mesh import CoreAnswer, CoreMesh
 from services.sim.orders import WorkerSize
 from services.sim.worker import CoreWorker
+from shared.config import GatewayConfig
 from shared.errors import MeshError
 from shared.kv.layout import KvLayout
 from shared.model_spec import ModelSpec
@@ -90,6 +91,7 @@ class ScaledMesh(CoreMesh):
             size,
             policy=policy,
             max_running=max_running,
+            max_pending_tokens=GatewayConfig().max_pending_tokens,
             skips=True,
         )
         self._prompt_steps, self._rules = engine.fits()[0], rules
@@ -183,6 +185,7 @@ class ScaledMesh(CoreMesh):
             seen_workers(self.table.workers, now),
             self.meter.traffic(now),
             self.meter.attainment(now),
+            num_waiting=self.num_waiting,
         )
         decision = decide(seen, self._memory, self._rules, now)
         before, self._memory = self._memory.targets, decision.memory

@@ -148,6 +148,11 @@ class CoreMesh(Members):
         self._answers[key] = answer
         return answer
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait in the gateway."""
+        return self._admission.statistics().num_waiting
+
     def admit(self, answer: CoreAnswer, terms: Terms = ANY) -> None:
         """Let it in, now or when its turn comes."""
         key, num_tokens, now = answer.key, len(answer.prompt), self.clock.now

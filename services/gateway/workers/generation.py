@@ -104,7 +104,13 @@ class GatewayMesh:
         self._overload = Overload(OverloadMode(config.overload))
         self.planner: Planner | None = None
         if config.planner != "off":
-            self.planner = Planner(config, members, self._overload, self._started_at)
+            self.planner = Planner(
+                config,
+                members,
+                self._overload,
+                lambda: self.statistics.num_waiting,
+                self._started_at,
+            )
             watchers = (*watchers, self.planner)
         self._watchers = (*watchers, MeshWatcher(self._window, members))
         self._delivery = Delivery(self._watchers)

@@ -58,7 +58,12 @@ class Planner(AnswerWatcher):
     """One gateway's. It watches answers, for it counts the traffic."""
 
     def __init__(
-        self, config: GatewayConfig, members: Membership, overload: Overload, started_at: float
+        self,
+        config: GatewayConfig,
+        members: Membership,
+        overload: Overload,
+        num_waiting: Callable[[], int],
+        started_at: float,
     ) -> None:
         limits = Limits(config.planner_ttft_s, config.planner_tpot_s, config.planner_target)
         self._mode = config.planner
@@ -66,6 +71,7 @@ class Planner(AnswerWatcher):
         self._rules = Rules(limits, config.max_workers, config.planner_dwell_s, is_obeyed)
         self._members = members
         self._overload = overload
+        self._num_waiting = num_waiting
         # As they are configured: only what an order has switched on does an order switch off.
         self._refuses = overload.mode is not OverloadMode.OFF
         self._borrows = members.router.policy.moves_roles
@@ -95,6 +101,7 @@ class Planner(AnswerWatcher):
             acts=self.acts,
             refuses=self._refuses,
             borrows=self._borrows,
+            num_waiting=self._num_waiting(),
         )
         decision = self.decision = decide(seen, self._memory, self._rules, now)
         self._memory = decision.memory

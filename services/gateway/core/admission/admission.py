@@ -10,8 +10,8 @@ its first answer, and the others, which come afterwards, wait until its deadline
 time stands in the queue, and each comes there as a new request would: so many answers take no more
 turns than a request with one.
 
-A place is not all that is waited for: while the workers have enough (``backlog.py``), the rest is
-held here, where priority and fairness decide. Who waits for that alone is not refused for it.
+A place is not all that is waited for: while the workers have enough (``work_ahead.py``), the rest
+is held here, where priority and fairness decide. Who waits for that alone is not refused for it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from services.gateway.core.admission.backlog import Backlog
 from services.gateway.core.admission.fair_queue import FairQueue, QueuedRequest
 from services.gateway.core.admission.overload import Cached, Forecast, Overload, OverloadMode, late
 from services.gateway.core.admission.tenants import Tenants, Terms
+from services.gateway.core.admission.work_ahead import WorkAhead
 from services.gateway.core.routing.sides import NO_HITS, Sides
 from services.gateway.core.worker import Worker
 from shared.errors import DeadlinePassed, MeshError, Overloaded
@@ -100,7 +100,7 @@ class Admission:
     """Who runs and who waits.
 
     Keys are any hashable that names a request; each is admitted at most once. sides: who can be
-    asked at this moment. max_pending_tokens: see ``Backlog``.
+    asked at this moment. max_pending_tokens: see ``WorkAhead``.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Admission:
             lambda name: self.tenants.tenant(name).weight,
             ageing_s=AGEING_S if max_pending_tokens else max_wait_s / 4,
         )
-        self._backlog = Backlog(max_pending_tokens, sides)
+        self._work_ahead = WorkAhead(max_pending_tokens, sides)
         self._running: dict[bytes, _Request] = {}
         self._waiting: dict[bytes, _Request] = {}
         # Of each request of which a further answer is in the queue: those that come after it.
@@ -180,7 +180,7 @@ class Admission:
         effects = self._fill(now)
         # Further answers of requests that were let in do not count: they make room for nobody.
         most = self._max_waiting
-        if self._backlog.is_enough:  # then those wait here, too, for which there are places
+        if self._work_ahead.is_enough:  # then those wait here, too, for which there are places
             most += self._max_running - len(self._running)
         if len(self._queue) - len(self._behind) > most:
             last = self._queue.last(now)
@@ -198,7 +198,7 @@ class Admission:
             return
         request.was_sent, request.decode = True, decode
         is_apart = decode is not None and decode is not prefill
-        self._backlog.dispatched(key, num_cached=num_cached, is_apart=is_apart)
+        self._work_ahead.dispatched(key, num_cached=num_cached, is_apart=is_apart)
         # Overload counts answers on decode: one without it takes no place there.
         if decode is not None:
             num_tokens = request.num_tokens
@@ -208,7 +208,7 @@ class Admission:
         """Decode has room for it."""
         if key not in self._running:
             return ()
-        self._backlog.granted(key)
+        self._work_ahead.granted(key)
         return self._fill(now)
 
     def prompt_computed(self, key: bytes, now: float) -> list[TurnAway]:
@@ -237,7 +237,7 @@ class Admission:
         self._goes_on(request)
         self._overload.began(key, now)
         self._queue.charge(tenant, prompt_tokens=-cached_tokens, output_tokens=num_tokens)
-        self._backlog.began(key)
+        self._work_ahead.began(key)
         return self._fill(now)
 
     def leave(self, key: bytes, now: float) -> list[Effect]:
@@ -252,7 +252,7 @@ class Admission:
             if not request.was_sent:  # no pair was found for it
                 self._queue.charge(request.terms.tenant, prompt_tokens=-request.num_tokens)
             self._overload.ended(key, now)
-            self._backlog.ended(key)
+            self._work_ahead.ended(key)
         return self._fill(now)
 
     @property
@@ -287,7 +287,7 @@ class Admission:
 
     @property
     def _is_full(self) -> bool:
-        return len(self._running) >= self._max_running or self._backlog.is_enough
+        return len(self._running) >= self._max_running or self._work_ahead.is_enough
 
     def _may_run(self, tenant: str) -> bool:
         most = self.tenants.tenant(tenant).max_running
@@ -297,7 +297,7 @@ class Admission:
         tenant = request.terms.tenant
         self._running[request.key] = request
         self._num_of_tenant[tenant] += 1
-        self._backlog.admitted(request.key, request.num_tokens)
+        self._work_ahead.admitted(request.key, request.num_tokens)
         self._queue.charge(tenant, prompt_tokens=request.num_tokens)
         return Admit(request.key)
 

@@ -175,7 +175,7 @@ class _Look:
         self.limit = ""
         self.here = here
         self.answer_steps, self.capacity = answering(here)
-        self.queue_s = sum(worker.queue_s for worker in here)
+        self.queue_s = sum(it.queue_s for it in here) + seen.num_waiting * self.traffic.prompt_s
 
     def decide(self) -> Decision:
         level, slope, rate = self._rates()

@@ -45,7 +45,8 @@ class WorkerSeen(NamedTuple):
 
 class MeshSeen(NamedTuple):
     """All that a decision goes by. traffic: None = nobody knows. acts: whether it is this gateway
-    that changes workers; of several it is one. refuses, borrows: whether it does so anyhow."""
+    that changes workers; of several it is one. refuses, borrows: whether it does so anyhow.
+    num_waiting: requests that wait in this gateway."""
 
     workers: tuple[WorkerSeen, ...]
     traffic: Traffic | None
@@ -53,6 +54,7 @@ class MeshSeen(NamedTuple):
     acts: bool = True
     refuses: bool = False
     borrows: bool = False
+    num_waiting: int = 0
 
 
 class Rules(NamedTuple):

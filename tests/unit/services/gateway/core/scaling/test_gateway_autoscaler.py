@@ -328,3 +328,13 @@ def test_the_lowest_gateway_that_any_worker_knows_decides(
     """And nobody while they disagree; a worker that does not say is no objection."""
     joined = [joined_worker(number, first) for number, first in enumerate(firsts, 1)]
     assert is_first(Incarnation(5), joined) is decides
+
+
+def test_what_waits_in_the_gateway_has_piled_up_too() -> None:
+    """Workers are given only what keeps them busy: the rest of a queue is not seen there."""
+    few, many = (
+        decide(MeshSeen(workers(2, 1), traffic(1.0), num_waiting=num), Memory(), RULES, 100.0)
+        for num in (0, 1000)
+    )
+    assert few.wanted[Kind.PREFILL] == 2
+    assert many.wanted[Kind.PREFILL] > 2

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from services.gateway.core.admission.admission import AGEING_S, Admission, Admit, TurnAway
-from services.gateway.core.admission.backlog import PROMPTS_AHEAD
 from services.gateway.core.admission.overload import Overload, OverloadMode
+from services.gateway.core.admission.work_ahead import PROMPTS_AHEAD
 from services.gateway.core.routing.sides import Sides
 from services.gateway.core.worker import Role, Worker, WorkerStatus
 from shared.errors import DeadlinePassed

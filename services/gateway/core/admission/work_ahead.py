@@ -32,7 +32,7 @@ class _Work:
     waits_for_room: bool = True
 
 
-class Backlog:
+class WorkAhead:
     """All of it, by the requests' keys.
 
     max_pending_tokens: prompt tokens that each prefill worker has ahead, in the mean; 0 = there is
