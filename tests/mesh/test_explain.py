@@ -93,7 +93,8 @@ async def test_who_is_not_remembered_is_told_so() -> None:
 async def test_the_last_requests_are_told_with_the_mesh_that_they_met() -> None:
     """As the door sends them: when each came, its receipt, how its end was; what workers are, and
     what they say of their steps."""
-    async with whole_mesh(num_prefill=2, num_decode=1) as mesh:
+    limits = {"max_running": 64, "max_waiting": 8, "max_wait_s": 1.5, "max_pending_tokens": 999}
+    async with whole_mesh(num_prefill=2, num_decode=1, gateway=limits) as mesh:
         gateway = mesh.gateways[0].mesh
         answers = [await mesh.ask(a_prompt(40, seed=i), 4) for i in range(3)]
         await asyncio.sleep(1.0)  # until workers have reported
@@ -111,3 +112,5 @@ async def test_the_last_requests_are_told_with_the_mesh_that_they_met() -> None:
         assert all(it.blocks * it.block_size > 0 for it in sent.workers)
         assert set(sent.handover_s) == {"pair", "colocated"}
         assert (sent.policy, sent.decides) == ("conductor", True)
+        assert {name: getattr(sent, name) for name in limits} == limits
+        assert sent.overload == "off"

@@ -4,7 +4,7 @@ requests."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -311,24 +311,30 @@ def _setting(seen: SeenTraffic, flags: VerifyFlags) -> tuple[MeshShape, MeshSett
     batch_tokens = flags.batch_tokens
     if batch_tokens is None:
         batch_tokens = computing[0].batch_tokens if computing else 0
-    return (
-        shape,
-        MeshSetting(
-            unit=lambda unit: model,
-            kv=kv,
-            slo=flags.slo,
-            target=1.0,
-            policy=policy,
-            block_size=answering[0].block_size if answering else 16,
-            # A number would stand for the time that mixed workers keep a step to.
-            token_budget=0 if shape.num_of("M") or not computing else computing[0].step_tokens,
-            max_running=min(set(map(attrgetter("max_running"), answering)) - {0}, default=256),
-            link_bytes_s=link or (mesh.link_bytes_s if mesh is not None else 0.0),
-            batch_tokens=batch_tokens,
-            wire_s=wire_s,
-        ),
-        notes,
+    setting = MeshSetting(
+        unit=lambda unit: model,
+        kv=kv,
+        slo=flags.slo,
+        target=1.0,
+        policy=policy,
+        block_size=answering[0].block_size if answering else 16,
+        # A number would stand for the time that mixed workers keep a step to.
+        token_budget=0 if shape.num_of("M") or not computing else computing[0].step_tokens,
+        max_running=min(set(map(attrgetter("max_running"), answering)) - {0}, default=256),
+        link_bytes_s=link or (mesh.link_bytes_s if mesh is not None else 0.0),
+        batch_tokens=batch_tokens,
+        wire_s=wire_s,
     )
+    if mesh is not None and mesh.max_running:
+        # Not its ``overload``: whom it refused is not replayed, and would be refused once more.
+        setting = replace(
+            setting,
+            gateway_running=mesh.max_running,
+            gateway_waiting=mesh.max_waiting,
+            max_wait_s=mesh.max_wait_s,
+            max_pending_tokens=mesh.max_pending_tokens,
+        )
+    return shape, setting, notes
 
 
 def _require_same_model(seen: SeenTraffic, times: TimesFlags) -> None:

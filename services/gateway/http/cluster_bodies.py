@@ -230,7 +230,9 @@ class RecentRequests(msgspec.Struct, forbid_unknown_fields=True):
     """The last requests of this gateway, the oldest first, and the mesh that they met. now_s: of
     the clock of this body, 0 = the gateway began. decides: whether it is this gateway that would
     change workers. handover_s: what half of the last hand-overs took, between two workers (pair)
-    and on one (colocated), 0 = there was none. link_bytes_s: as workers measured it, 0 = not."""
+    and on one (colocated), 0 = there was none. link_bytes_s: as workers measured it, 0 = not.
+    max_running, max_waiting, max_wait_s, max_pending_tokens, overload: whom it lets in; max_running
+    0 = it does not say."""
 
     version: str
     now_s: float
@@ -241,3 +243,8 @@ class RecentRequests(msgspec.Struct, forbid_unknown_fields=True):
     link_bytes_s: float
     workers: list[RecentWorker]
     requests: list[RecentRequest]
+    max_running: int = 0
+    max_waiting: int = 0
+    max_wait_s: float = 0.0
+    max_pending_tokens: int = 0
+    overload: str = ""

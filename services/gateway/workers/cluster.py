@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from services.gateway.core.admission.admission import AdmissionStatistics
+from services.gateway.core.admission.overload import OverloadMode
 from services.gateway.core.index.prefixes import Prefixes
 from services.gateway.core.routing.expectations import EndedAnswer, Expectations
 from services.gateway.core.routing.peer_table import PeerTable
@@ -31,6 +32,7 @@ from services.gateway.mesh import ServedModel
 from services.gateway.workers.membership import Membership
 from services.gateway.workers.timeline import AnswerWatcher, Timeline, Transfer
 from shared.address import Address
+from shared.config import GatewayConfig
 from shared.ids import Incarnation
 from shared.predict.transfer import KvLink
 from shared.telemetry.lifetime import Receipt
@@ -213,7 +215,8 @@ def recent_body(
     timelines: Iterable[Timeline],
     *,
     model: str,
-    policy: str,
+    config: GatewayConfig,
+    overload: OverloadMode,
     started_at: float,
     now: float,
 ) -> dict[str, Any]:
@@ -225,7 +228,12 @@ def recent_body(
     return {
         "now_s": round(now - started_at, 6),
         "model": model,
-        "policy": policy,
+        "policy": config.policy,
+        "max_running": config.max_running,
+        "max_waiting": config.max_waiting,
+        "max_wait_s": config.max_wait_s,
+        "max_pending_tokens": config.max_pending_tokens,
+        "overload": overload.value,
         "decides": is_first(members.incarnation, workers),
         "handover_s": {
             "pair": expectations.handover_s(is_colocated=False),

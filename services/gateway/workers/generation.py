@@ -199,7 +199,8 @@ class GatewayMesh:
             self._members,
             self._recent.values(),
             model="" if self.model is None else self.model.name,
-            policy=self._config.policy,
+            config=self._config,
+            overload=self._overload.mode,
             started_at=self._started_at,
             now=asyncio.get_running_loop().time(),
         )

@@ -95,6 +95,20 @@ def test_steps_that_take_longer_than_reported_are_named(
     assert "TPOT is off most in later gaps" in said
 
 
+def test_a_replay_waits_at_the_gateway_as_its_requests_did(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One place where two requests overlap: the second waits for it, as the gateway says it did."""
+    limits = {"max_running": 1, "max_waiting": 64, "max_wait_s": 10.0, "overload": "off"}
+
+    def waited_s(body: dict[str, Any]) -> float:
+        _, facts = verified(body, capsys)
+        return next(it["predicted"] for it in facts["terms"] if it["name"] == "gateway")
+
+    told = recent(rate=30.0, num=20)
+    assert waited_s({**told, **limits}) > 10 * waited_s(told)
+
+
 @pytest.fixture
 def own_policy() -> Iterator[str]:
     """A name that no release has; what ``--policy`` loads stays in its process, here until the
