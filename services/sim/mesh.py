@@ -310,7 +310,11 @@ class CoreMesh(Members):
         del self._answers[answer.key]
         self._learn(answer)
         self.on_end(answer)
-        self._perform(self._admission.leave(answer.key, self.clock.now))
+        # Its client goes when all of the same message is heard, the ends of other answers, too.
+        self.clock.after(0.0, lambda: self._leave(answer.key))
+
+    def _leave(self, key: RequestId) -> None:
+        self._perform(self._admission.leave(key, self.clock.now))
 
     def _learn(self, answer: CoreAnswer) -> None:
         """Hold what was expected of it against what came of it."""
