@@ -27,7 +27,7 @@ def gather_s(num_workers: int) -> float:
     return seconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # one a report: frozen costs four times as much to make
 class WorkerStatus:
     """What a worker is busy with at one instant; tokens and blocks are counts.
 

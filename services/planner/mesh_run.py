@@ -165,8 +165,8 @@ def _mesh(
         times = setting.unit(part.unit).times
         if size.num_stages > 1:
             times = ScaledTimes(times, 1 / size.num_stages)
+        engine = TimedEngine(times)
         for _ in range(part.num):
-            engine = TimedEngine(times)
             core = mesh.start(
                 role,
                 serves_both=serves_both,

@@ -38,7 +38,8 @@ class EventClock:
 
     def at(self, when: float, happen: Callable[[], None]) -> None:
         """Let it happen then, or at once if that is over."""
-        heapq.heappush(self._events, (max(when, self.now), next(self._order), happen))
+        at = when if when > self.now else self.now
+        heapq.heappush(self._events, (at, next(self._order), happen))
 
     def arrive(self, when: float, happen: Callable[[], None]) -> None:
         """Let it happen then, before what else happens in that instant."""

@@ -75,7 +75,8 @@ def run_open_loop(
 
     Raises InvariantViolated: a request was lost, or a worker holds something at the end.
     """
-    felt: list[SimAnswer | None] = [None] * len(requests)
+    num_requests = len(requests)
+    felt: list[SimAnswer | None] = [None] * num_requests
     under_way: dict[CoreAnswer, tuple[int, int]] = {}
     start, num_ended, num_looks = mesh.clock.now, 0, 0
     num_steps, moved_at = 0, start
@@ -98,7 +99,7 @@ def run_open_loop(
         mesh.admit(answer, terms)
 
     def wait_for(idx: int) -> None:
-        if idx < len(requests):
+        if idx < num_requests:
             request = requests[idx]
             mesh.clock.arrive(start + request.at_s, lambda: arrive(idx, request))
 
@@ -122,7 +123,7 @@ def run_open_loop(
         num_looks += 1
         if num_looks % 4096 == 0:
             look()
-        return num_ended == len(requests)
+        return num_ended == num_requests
 
     mesh.run(is_over, math.inf)
     mesh.run(lambda: mesh.is_idle, PATIENCE_S)

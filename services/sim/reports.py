@@ -67,7 +67,8 @@ class Reporter:
         self._reported_at, self._news_at = self._clock.now, math.inf
         # A snapshot may take several reports (``KvChanges``).
         while True:
-            status, changes = self._status(), self._changes()
+            status = self._status()
+            changes = self._changes(status.free_blocks)
             self._clock.send(lambda it=(status, changes): self._read(*it))
             if changes is None or changes.is_whole:
                 break
@@ -77,12 +78,12 @@ class Reporter:
         else:
             self._report_at(self._reported_at + self._report_s)
 
-    def _changes(self) -> KvChanges | None:
+    def _changes(self, num_left: int) -> KvChanges | None:
         """Load goes out at once, what is cached when it is due."""
         if self._clock.now < self._kv_due_at:
             return None
         core = self._core
-        if core.num_held > core.pool.num_held + core.pool.statistics().num_free:
+        if num_left < core.pool.num_idle:
             core.catch_up()  # for a step among equal ones, a cached block had to go
         changes = core.journal.report("gateway")
         if changes is not None and changes.is_whole:

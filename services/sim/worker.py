@@ -28,6 +28,7 @@ from shared.ids import Incarnation
 from shared.kv.journal import Journal
 from shared.kv.layout import KvLayout
 from shared.kv.pool import BlockPool
+from shared.kv.prefix_hash import UNIT
 from shared.model_spec import ModelSpec
 from shared.request import FinishReason
 from shared.schedule.budget import budget_of
@@ -84,13 +85,13 @@ class CoreWorker:
         self.incarnation = Incarnation(incarnation)
         self.clock = clock
         self.is_alive = True
-        self.engine = engine
+        self.engine, self._fit = engine, engine.fits()[0]
         self.size = size
         self.pool = BlockPool(
             size.num_blocks, size.block_size, model_key=spec.fingerprint + layout.digest
         )
         self.journal = Journal(size.block_size)
-        self.pool.listen(self.journal)
+        self.pool.listen(self.journal, UNIT)
         self.leases = Leases(self.pool, LeasePolicy())
         self.jobs: dict[tuple[TransferKey, Task], SimJob] = {}
         self._budget = budget_of(
@@ -125,8 +126,7 @@ class CoreWorker:
         self._looks_at = math.inf
 
     def _predict(self, num_tokens: int, num_attended: int) -> float:
-        fit = self.engine.fits()[0]
-        return fit.seconds(num_tokens, num_attended) if fit.is_known else 0.0
+        return self._fit.seconds(num_tokens, num_attended) if self._fit.is_known else 0.0
 
     # --- orders -----------------------------------------------------------------------------------
 

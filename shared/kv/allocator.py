@@ -35,21 +35,22 @@ class BlockAllocator:
         """Blocks on the free list."""
         return len(self._free)
 
-    def references(self, block: int) -> int:
-        """How many owners hold the block."""
-        return self._references[block]
+    def held(self) -> dict[int, int]:
+        """Return of each held block how many owners it has."""
+        return {block: count for block, count in enumerate(self._references) if count}
 
-    def take(self) -> int:
-        """Take the block that has been free longest; its count is 1.
+    def take(self, num: int) -> list[int]:
+        """Take the blocks that have been free longest; their counts are 1.
 
-        Raises LocalProtocolError: the list is empty (look at ``num_free`` first).
+        Raises LocalProtocolError: there are fewer (look at ``num_free`` first).
         """
-        if not self._free:
+        if num > len(self._free):
             raise LocalProtocolError("no free block: num_free must be looked at first")
-        block = self._free.popleft()
-        self._references[block] = 1
-        self.num_held += 1
-        return block
+        blocks = [self._free.popleft() for _ in range(num)]
+        for block in blocks:
+            self._references[block] = 1
+        self.num_held += num
+        return blocks
 
     def share(self, block: int) -> None:
         """Add a reference to a held or idle block. The caller knows that it is not free."""
@@ -57,15 +58,17 @@ class BlockAllocator:
             self.num_held += 1
         self._references[block] += 1
 
-    def drop(self, block: int) -> int:
-        """Remove one reference and return how many are left; at 0 the block is idle, not yet
-        free."""
-        if self._references[block] < 1:
-            raise LocalProtocolError(f"block {block} is freed twice")
-        self._references[block] -= 1
-        if self._references[block] == 0:
-            self.num_held -= 1
-        return self._references[block]
+    def drop(self, blocks: Iterable[int]) -> list[int]:
+        """Remove one reference to each and return how many are left; at 0 the block is idle, not
+        yet free."""
+        references, left = self._references, list[int]()
+        for block in blocks:
+            if references[block] < 1:
+                raise LocalProtocolError(f"block {block} is freed twice")
+            references[block] = num = references[block] - 1
+            left.append(num)
+        self.num_held -= left.count(0)
+        return left
 
     def put_back(self, block: int) -> None:
         """Put an idle block at the end of the free list."""
@@ -75,9 +78,10 @@ class BlockAllocator:
 
     def check_integrity(self, idle: Iterable[int]) -> None:
         """Raise InvariantViolated unless every block is exactly one of free, idle, held."""
-        free, kept = list(self._free), list(idle)
-        held = [block for block, count in enumerate(self._references) if count > 0]
-        if sorted(free + kept + held) != list(range(self.num_blocks)) or len(held) != self.num_held:
+        free, kept, held = list(self._free), list(idle), self.held()
+        if sorted([*free, *kept, *held]) != list(range(self.num_blocks)) or (
+            len(held) != self.num_held
+        ):
             raise InvariantViolated(
                 f"blocks: {self.num_blocks} != {len(free)} free + {len(kept)} idle + "
                 f"{len(held)} held (counted {self.num_held}), or one is in two places"

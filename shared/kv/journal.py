@@ -39,7 +39,9 @@ class Tier(IntEnum):
     SSD = 2
 
 
-_ALL_TIERS = (1 << len(Tier)) - 1
+_TIERS = tuple(Tier)  # an enum is walked through in Python
+
+_ALL_TIERS = (1 << len(_TIERS)) - 1
 """A bit for each tier."""
 
 
@@ -87,7 +89,7 @@ class _Digest:
         self.digests = [0] * len(Tier)
 
     def flip(self, key: int, tiers: int, times: int) -> None:
-        for tier in Tier:
+        for tier in _TIERS:
             if tiers >> tier & 1:
                 self.counts[tier] += times
                 self.digests[tier] ^= key
@@ -104,7 +106,7 @@ class _Reader:
 
 
 class Journal:
-    """The granules of one worker's pool; a ``KvListener`` of it.
+    """The granules of one worker's pool; a ``KvListener`` of it, of every ``UNIT`` tokens.
 
     Its entries, by key: a bit for each tier that has the granule, the prefix's tokens above them.
     """
@@ -118,8 +120,7 @@ class Journal:
     def __call__(self, event: KvEvent) -> None:
         """Take what the pool tells."""
         if isinstance(event, BlockStored):
-            if event.end % UNIT == 0:
-                self.stored(key_of(event.key), event.end, Tier.HBM)
+            self.stored(key_of(event.key), event.end, Tier.HBM)
         else:
             self.removed(key_of(event.key), Tier.HBM)
 
@@ -127,7 +128,7 @@ class Journal:
         """A granule that ends after so many tokens is in this tier from now on."""
         entry = self._entries.get(key, 0)
         if not entry >> tier & 1:
-            self._entries[key] = end << len(Tier) | entry & _ALL_TIERS | 1 << tier
+            self._entries[key] = end << len(_TIERS) | entry & _ALL_TIERS | 1 << tier
             self._changed(key, end, entry & _ALL_TIERS, 1 << tier, 1)
 
     def removed(self, key: int, tier: Tier) -> None:
@@ -140,7 +141,7 @@ class Journal:
             self._entries[key] = after
         else:
             del self._entries[key]
-        self._changed(key, entry >> len(Tier), entry & _ALL_TIERS, 1 << tier, -1)
+        self._changed(key, entry >> len(_TIERS), entry & _ALL_TIERS, 1 << tier, -1)
 
     def _changed(self, key: int, end: int, before: int, flipped: int, times: int) -> None:
         for stride, digest in self._digests.items():
@@ -192,8 +193,8 @@ class Journal:
         reader = self._readers.get(gateway)
         if reader is None:
             return None
-        stored: list[list[int]] = [[] for _ in Tier]
-        removed: list[list[int]] = [[] for _ in Tier]
+        stored: list[list[int]] = [[] for _ in _TIERS]
+        removed: list[list[int]] = [[] for _ in _TIERS]
         is_snapshot = reader.told is None
         if reader.told is None:
             reader.told, reader.snapshot = {}, self._granules(reader.stride)
@@ -209,11 +210,11 @@ class Journal:
                 _tell(key, before & ~after, removed)
             reader.told = {}
         digest = self._digests[reader.stride]
-        tiers = zip(stored, removed, digest.counts, digest.digests, strict=True)
-        return KvChanges(is_snapshot, not reader.snapshot, tuple(TierChanges(*it) for it in tiers))
+        tiers = map(TierChanges, stored, removed, digest.counts, digest.digests)
+        return KvChanges(is_snapshot, not reader.snapshot, tuple(tiers))
 
 
 def _tell(key: int, tiers: int, into: list[list[int]]) -> None:
-    for tier in Tier:
+    for tier in _TIERS if tiers else ():
         if tiers >> tier & 1:
             into[tier].append(key)

@@ -95,6 +95,11 @@ class BlockPool:
         return self._allocator.num_free + self._cache.num_idle
 
     @property
+    def num_idle(self) -> int:
+        """Cached blocks that nobody holds or copies."""
+        return self._cache.num_idle
+
+    @property
     def num_held(self) -> int:
         """Blocks that somebody holds."""
         return self._allocator.num_held
@@ -123,9 +128,10 @@ class BlockPool:
         additive). num_yielded: of them, those that a reservation for an answer may have."""
         self._num_claimed, self._num_yielded = num_blocks, num_yielded
 
-    def listen(self, listener: KvListener) -> None:
-        """Tell it of every prefix that becomes findable or goes, from now on."""
-        self._cache.listeners.append(listener)
+    def listen(self, listener: KvListener, every: int = 1) -> None:
+        """Tell it of every prefix that becomes findable or goes, from now on. every: of those that
+        become findable, only what ends at its multiples."""
+        self._cache.listeners.append((listener, every))
 
     def when_idle(self, on_idle: OnIdle) -> None:
         """Tell it of every cached block that nobody holds any more, from now on."""
@@ -180,7 +186,7 @@ class BlockPool:
         # Hits are held before new blocks are taken: that may evict idle ones, and these are idle
         # yet.
         table = self._hold(hits)
-        table.blocks.extend(self._take() for _ in range(num_new))
+        table.blocks.extend(self._take(num_new))
         self._num_acquired_tokens += len(tokens)
         self._num_hit_tokens += table.num_hit_tokens
         return table
@@ -215,7 +221,7 @@ class BlockPool:
             return True
         if num_new > self.num_available:
             return False
-        table.blocks.extend(self._take() for _ in range(num_new))
+        table.blocks.extend(self._take(num_new))
         return True
 
     def publish(
@@ -229,10 +235,12 @@ class BlockPool:
         num_full = num_computed_tokens // self.block_size
         if not self._cache_prefixes or num_full <= table.num_published:
             return
+        insert, size, first = self._cache.insert, self.block_size, table.num_published
         hashes = chain.hashes(tokens, num_full)
-        for idx in range(table.num_published, num_full):
-            parent = hashes[idx - 1] if idx else b""
-            self._cache.insert(hashes[idx], table.blocks[idx], (idx + 1) * self.block_size, parent)
+        parent = hashes[first - 1] if first else b""
+        for idx, block in enumerate(table.blocks[first:num_full], first):
+            insert(hashes[idx], block, (idx + 1) * size, parent)
+            parent = hashes[idx]
         table.num_published = num_full
 
     def release(self, table: BlockTable) -> None:
@@ -244,22 +252,20 @@ class BlockPool:
         """
         self._require_live(table)
         table.is_released = True
-        for block in reversed(table.blocks):
-            num_left = self._allocator.drop(block)
+        blocks = table.blocks[::-1]
+        for block, num_left in zip(blocks, self._allocator.drop(blocks), strict=True):
             if table.is_copy:
                 self._cache.end_copy(block)
             # Others still share it; or who copied it held it alone, and it was idle all the while.
-            elif num_left > self._cache.num_copies(block):
+            elif num_left and num_left > self._cache.num_copies(block):
                 continue
-            elif block in self._cache:
-                self._cache.set_idle(block)
-            else:
+            elif not self._cache.set_idle(block):
                 self._allocator.put_back(block)
 
-    def _take(self) -> int:
-        if self._allocator.num_free == 0:
+    def _take(self, num: int) -> list[int]:
+        for _ in range(num - self._allocator.num_free):
             self._allocator.put_back(self._cache.evict())
-        return self._allocator.take()
+        return self._allocator.take(num)
 
     def _require_live(self, table: BlockTable) -> None:
         if table.is_released:
@@ -291,12 +297,13 @@ class BlockPool:
         if tables is None:
             return
         named = Counter(block for table in tables for block in table.blocks)
-        for block in range(self.num_blocks):
-            if named[block] != self._allocator.references(block):
-                raise InvariantViolated(
-                    f"block {block}: {named[block]} tables name it, "
-                    f"{self._allocator.references(block)} references are counted"
-                )
+        held = Counter(self._allocator.held())
+        if named != held:
+            block = min(it for it in named | held if named[it] != held[it])
+            raise InvariantViolated(
+                f"block {block}: {named[block]} tables name it, {held[block]} references are "
+                "counted"
+            )
 
     def __repr__(self) -> str:
         return (

@@ -24,7 +24,8 @@ class PrefixCache:
         self._idle: dict[int, None] = {}  # a dict is an ordered set
         self._num_copies: dict[int, int] = {}  # of blocks that are being copied
         self._num_idle_copied = 0
-        self.listeners: list[KvListener] = []
+        self.listeners: list[tuple[KvListener, int]] = []
+        """Each with the tokens at whose multiples those prefixes end that it is told of."""
         self.on_idle: OnIdle | None = None
 
     def __len__(self) -> int:
@@ -71,16 +72,21 @@ class PrefixCache:
             return False
         self._block_of[block_hash] = block
         self._hash_of[block] = block_hash
-        for tell in self.listeners:
-            tell(BlockStored(block_hash, block, end, parent))
+        for tell, every in self.listeners:
+            if end % every == 0:
+                tell(BlockStored(block_hash, block, end, parent))
         return True
 
-    def set_idle(self, block: int) -> None:
-        """Nobody holds the cached block any more: it becomes the last to be evicted."""
+    def set_idle(self, block: int) -> bool:
+        """Nobody holds the block any more: it becomes the last to be evicted. False = it is not
+        cached."""
+        if block not in self._hash_of:
+            return False
         self._idle[block] = None
         self._num_idle_copied += block in self._num_copies
         if self.on_idle is not None:
             self.on_idle(block)
+        return True
 
     def set_held(self, block: int) -> None:
         """Somebody holds the cached block, which may have been idle."""
@@ -103,11 +109,11 @@ class PrefixCache:
 
     def evict(self) -> int:
         """Forget the block that has been idle longest and return it."""
-        block = next(self.idle_blocks())
+        block = next(iter(self._idle if not self._num_copies else self.idle_blocks()))
         del self._idle[block]
         key = self._hash_of.pop(block)
         del self._block_of[key]
-        for tell in self.listeners:
+        for tell, _ in self.listeners:
             tell(BlockRemoved(key, block))
         return block
 

@@ -63,7 +63,8 @@ class StepFit(NamedTuple):
     @property
     def is_known(self) -> bool:
         """Whether it predicts anything."""
-        return self.num_steps >= MIN_STEPS and max(self[:3]) > 0
+        has_time = self.constant_s > 0 or self.token_s > 0 or self.attended_s > 0
+        return has_time and self.num_steps >= MIN_STEPS
 
     def seconds(self, num_tokens: int, num_attended: int) -> float:
         """Predict a step."""

@@ -97,11 +97,23 @@ class TimeBudget:
 
     def room(self, num_tokens: int, num_attended: int, start: int) -> int:
         """See ``StepBudget``."""
+
+        def seconds(size: int) -> float:
+            return self.predict(num_tokens + size, num_attended + attended(start, start + size))
+
         fits, too_many = 0, self.max_tokens - num_tokens + 1
+        if too_many < 2 or (least_s := seconds(0)) > self.target_s:
+            return 0
+        tries: list[int] = []
+        if (most_s := seconds(too_many)) > self.target_s:
+            # Times of steps are nearly a line: look where it would end, and beside it.
+            at = int(too_many * (self.target_s - least_s) / (most_s - least_s))
+            tries = [at + 1, at]
         while too_many - fits > 1:
-            middle = (fits + too_many) // 2
-            all_attended = num_attended + attended(start, start + middle)
-            if self.predict(num_tokens + middle, all_attended) <= self.target_s:
+            middle = tries.pop() if tries else (fits + too_many) // 2
+            if not fits < middle < too_many:
+                continue
+            if seconds(middle) <= self.target_s:
                 fits = middle
             else:
                 too_many = middle

@@ -106,8 +106,7 @@ class StepOutcome:
     failed: tuple[Failure, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerStatistics:
+class SchedulerStatistics(NamedTuple):
     """Gauges: num_waiting, num_running, num_held (prefilled, KV still being pushed), num_stalled
     (running, but without room in the last plan), pending_tokens (without KV, of waiting and running
     sequences). Counters: num_steps, num_preemptions, num_recomputed_tokens (KV lost to

@@ -81,6 +81,9 @@ class Queues:
     def update_claim(self) -> None:
         """Tell the pool what is spoken for, so that new reservations do not overtake who is here
         already."""
+        if not (self.waiting or self.stalled):
+            self._pool.claim(0)
+            return
         # Not all that wait: together they would claim the pool, and a queue would end reservations.
         ready = [seq for seq in self.waiting if not seq.is_awaiting]
         waiting = [*ready[:1], *(seq for seq in ready[1:] if seq.num_preemptions)]

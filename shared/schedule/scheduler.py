@@ -437,7 +437,7 @@ class Scheduler:
         rows = self._queues.running[: len(answers)]
         num_steps = len(answers[0]) if len(rows) == len(answers) > 0 else 0
         most = 0 if self._plan is not None else self._num_equal_steps(rows)
-        if not 0 < num_steps <= most or any(len(it) != num_steps for it in answers):
+        if not 0 < num_steps <= most or {*map(len, answers)} != {num_steps}:
             raise LocalProtocolError("advance wants one list a running sequence, within the runway")
         take_steps(rows, answers, self._pool)
         self._num_steps += num_steps

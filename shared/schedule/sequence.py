@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 from shared.errors import LocalProtocolError
 from shared.kv.pool import BlockTable
@@ -21,7 +21,7 @@ from shared.request import FinishReason, SamplingParams, TokenLogprobs, WorkItem
 from shared.step import Guide
 
 
-class SequenceState(Enum):
+class SequenceState(StrEnum):
     """Where a sequence stands with its scheduler."""
 
     NEW = "new"  # not given to a scheduler yet
@@ -31,7 +31,7 @@ class SequenceState(Enum):
     FINISHED = "finished"  # holds nothing
 
 
-class SequenceEvent(Enum):
+class SequenceEvent(StrEnum):
     """What its scheduler can do to a sequence."""
 
     QUEUED = "queued"  # its prompt is to be computed here

@@ -68,6 +68,6 @@ class Flow:
     def waits_until(self, since: float, patience_s: float, frames: Iterable[Frame]) -> float:
         """Return until when a transfer waits for those of its frames that are on their way.
         since: its last own progress."""
-        largest = max((it.num_bytes for it in frames), default=0)
+        largest = max([it.num_bytes for it in frames], default=0)
         byte_s = min(SLOWER * self._byte_s, 1 / SLOWEST_BYTES_S)
         return max(since, self._moved_at) + patience_s + largest * byte_s

@@ -19,14 +19,14 @@ frame, no slot and no clock.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import Enum
+from enum import StrEnum
 from types import MappingProxyType
 from typing import Generic, TypeVar
 
 from shared.errors import LocalProtocolError, RemoteProtocolError
 
 
-class SenderState(Enum):
+class SenderState(StrEnum):
     """The source's end."""
 
     NEW = "new"
@@ -42,7 +42,7 @@ class SenderState(Enum):
     LOST = "lost"
 
 
-class SenderEvent(Enum):
+class SenderEvent(StrEnum):
     """What may happen to the source's end."""
 
     OPENED = "opened"
@@ -61,7 +61,7 @@ class SenderEvent(Enum):
     DRAINED = "drained"  # the last of our sends has settled
 
 
-class ReceiverState(Enum):
+class ReceiverState(StrEnum):
     """The sink's end. Blocks and slots are fenced from RESERVED until DONE or FREED."""
 
     RESERVED = "reserved"  # granted; nothing announced
@@ -73,7 +73,7 @@ class ReceiverState(Enum):
     FREED = "freed"  # given up, and nothing can write any more
 
 
-class ReceiverEvent(Enum):
+class ReceiverEvent(StrEnum):
     """What may happen to the sink's end."""
 
     SPAN_ANNOUNCED = "span_announced"
@@ -93,8 +93,8 @@ class ReceiverEvent(Enum):
     DRAINED = "drained"  # no receive is posted and no frame is being placed
 
 
-State = TypeVar("State", bound=Enum)
-Event = TypeVar("Event", bound=Enum)
+State = TypeVar("State", bound=StrEnum)
+Event = TypeVar("Event", bound=StrEnum)
 Table = Mapping[State, Mapping[Event, State]]
 
 _S, _SE = SenderState, SenderEvent
@@ -204,10 +204,12 @@ RECEIVER_TABLE: Table[ReceiverState, ReceiverEvent] = MappingProxyType(
     }
 )
 
-FROM_PEER: frozenset[SenderEvent | ReceiverEvent] = frozenset(
-    {_SE.GRANTED, _SE.REFUSED, _SE.CREDIT_RAISED, _SE.ACKED, _SE.DONE_ACKED, _SE.PEER_ABORTED}
-    | {_RE.SPAN_ANNOUNCED, _RE.COMMITTED, _RE.PEER_ABORTED}
-)
+FROM_PEER: Mapping[type[StrEnum], frozenset[StrEnum]] = {
+    _SE: frozenset(
+        {_SE.GRANTED, _SE.REFUSED, _SE.CREDIT_RAISED, _SE.ACKED, _SE.DONE_ACKED, _SE.PEER_ABORTED}
+    ),
+    _RE: frozenset({_RE.SPAN_ANNOUNCED, _RE.COMMITTED, _RE.PEER_ABORTED}),
+}
 """Events that a peer's message causes: where the table has no entry, the peer broke the rules."""
 
 
@@ -229,7 +231,7 @@ class Machine(Generic[State, Event]):
         after = self._table[self.state].get(event)
         if after is None:
             text = f"{event.value} in state {self.state.value}"
-            if event in FROM_PEER:
+            if event in FROM_PEER[type(event)]:
                 raise RemoteProtocolError(f"the peer broke the transfer protocol: {text}")
             raise LocalProtocolError(f"not allowed: {text}")
         self.state = after

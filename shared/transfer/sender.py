@@ -134,8 +134,9 @@ class Sender:
     @property
     def can_send(self) -> bool:
         """Whether the next frame waits for nothing but a staging slot."""
-        is_pushing = self.state in (SenderState.PUSHING, SenderState.COMMITTING)
-        return is_pushing and self._next_frame < self._credit and self._is_written
+        is_credited = self._next_frame < len(self._peer_slots)
+        is_pushing = is_credited and self.state in (SenderState.PUSHING, SenderState.COMMITTING)
+        return is_pushing and self._is_written
 
     @property
     def deadline_at(self) -> float | None:

@@ -20,6 +20,7 @@ from shared.home import Home, Role
 from shared.ids import Incarnation, new_incarnation
 from shared.kv.journal import Journal, Tier
 from shared.kv.pool import BlockPool
+from shared.kv.prefix_hash import UNIT
 from shared.kv.tiers import CachePolicy
 from shared.profile.machine import UNMEASURED, MachineProfile
 from shared.runtime.platform import Platform
@@ -172,7 +173,7 @@ class MeshWorker:
         self._budget = self._step_budget()
         self.pool, self.scheduler = pool_and_scheduler(config, self._engine, budget=self._budget)
         self.journal = Journal(self.pool.block_size)
-        self.pool.listen(self.journal)
+        self.pool.listen(self.journal, UNIT)
         self.leases = Leases(self.pool, LeasePolicy(max_leases=config.max_requests))
         self.requests = Requests(
             tasks=self.launch.tasks,

@@ -37,7 +37,7 @@ class Worker:
         self.block_size = BLOCK_SIZES[place]
         self.pool = BlockPool(10 * UNIT // self.block_size, self.block_size)
         self.journal = Journal(self.block_size)
-        self.pool.listen(self.journal)
+        self.pool.listen(self.journal, UNIT)
         self.held: list[BlockTable] = []
 
     def compute(self, tokens: list[int], *, keep: bool) -> None:

@@ -126,7 +126,7 @@ class Twin:
     def picture(self) -> object:
         """All that there is to see."""
         return (
-            astuple(self.scheduler.statistics()),
+            self.scheduler.statistics(),
             astuple(self.pool.statistics()),
             [
                 (

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import Enum, StrEnum
+from enum import StrEnum
 from typing import NamedTuple
 
 from shared.errors import (
@@ -30,7 +30,7 @@ from shared.errors import (
 from shared.request import AnswerToken, FinishReason, SamplingParams
 
 
-class State(Enum):
+class State(StrEnum):
     """Where a request stands."""
 
     WAITING = "waiting"
@@ -39,7 +39,7 @@ class State(Enum):
     FAILED = "failed"
 
 
-class Event(Enum):
+class Event(StrEnum):
     """What moves a request; most of what its legs report does not."""
 
     DISPATCHED = "dispatched"  # another attempt is under way

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
+from typing import NamedTuple
 
 from shared.errors import LocalProtocolError, MeshError
 from shared.ids import Incarnation
@@ -21,7 +22,7 @@ from shared.request import WorkItem
 from shared.transfer.messages import TransferKey
 
 
-class LeaseState(Enum):
+class LeaseState(StrEnum):
     """Where a lease stands; see the drawing above."""
 
     WAITING = "waiting"  # holds nothing
@@ -33,7 +34,7 @@ class LeaseState(Enum):
     RELEASED = "released"  # holds nothing
 
 
-class LeaseEvent(Enum):
+class LeaseEvent(StrEnum):
     """What can happen to a lease."""
 
     ROOM = "room"  # it is the oldest that waits, and the pool has its blocks
@@ -173,8 +174,7 @@ class LeasePolicy:
     max_leases: int = 1024
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseStatistics:
+class LeaseStatistics(NamedTuple):
     """Gauges, then block counters since start: ``reserved = freed + joined + live + quarantined``.
     Blocks of a cached beginning, which several may hold, are not among them.
 

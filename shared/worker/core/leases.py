@@ -9,8 +9,6 @@ whom comes back as effects.
 
 from __future__ import annotations
 
-from collections import Counter
-
 from shared.errors import (
     InvariantViolated,
     LeaseLost,
@@ -350,19 +348,25 @@ class Leases:
 
     def statistics(self) -> LeaseStatistics:
         """Return all gauges and counters at once."""
-        num, num_blocks = Counter[LeaseState](), Counter[LeaseState]()
+        num_granted = num_open = num_quarantined = num_live_blocks = num_quarantined_blocks = 0
         for lease in self._leases.values():
-            num[lease.state] += 1
-            if lease.table is not None:
-                num_blocks[lease.state] += self._num_own_blocks(lease.table)
-        quarantined = (LeaseState.ABORTING, LeaseState.QUARANTINED)
+            if lease.table is None:
+                continue
+            num_blocks = self._num_own_blocks(lease.table)
+            if lease.state in (LeaseState.GRANTED, LeaseState.OPEN):
+                num_open += lease.state is LeaseState.OPEN
+                num_granted += lease.state is LeaseState.GRANTED
+                num_live_blocks += num_blocks
+            else:
+                num_quarantined += 1
+                num_quarantined_blocks += num_blocks
         return LeaseStatistics(
             num_waiting=len(self._waiting),
-            num_granted=num[LeaseState.GRANTED],
-            num_open=num[LeaseState.OPEN],
-            num_quarantined=sum(num[state] for state in quarantined),
-            num_live_blocks=num_blocks[LeaseState.GRANTED] + num_blocks[LeaseState.OPEN],
-            num_quarantined_blocks=sum(num_blocks[state] for state in quarantined),
+            num_granted=num_granted,
+            num_open=num_open,
+            num_quarantined=num_quarantined,
+            num_live_blocks=num_live_blocks,
+            num_quarantined_blocks=num_quarantined_blocks,
             num_reserved_blocks=self._num_reserved_blocks,
             num_freed_blocks=self._num_freed_blocks,
             num_joined_blocks=self._num_joined_blocks,

@@ -14,13 +14,13 @@ until the transfer is settled, i.e. nothing reads or writes the blocks any more.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import NamedTuple
 
 from shared.errors import LeaseLost, LocalProtocolError, MeshError
 
 
-class Task(Enum):
+class Task(StrEnum):
     """What a worker does for a request; see the drawing above."""
 
     PROMPT = "prompt"
@@ -29,7 +29,7 @@ class Task(Enum):
     PREFIX = "prefix"
 
 
-class LifeState(Enum):
+class LifeState(StrEnum):
     """QUEUED, COMPUTING: its prompt waits, or runs. RECEIVING: room is waited for, then KV (how far
     that is, the lease knows). RUNNING: one token a step. PUSHING: token 1 is sampled, KV is not
     acknowledged. CLOSING: decided, but a transfer may still touch the blocks. CLOSED: holds
@@ -44,7 +44,7 @@ class LifeState(Enum):
     CLOSED = "closed"
 
 
-class LifeEvent(Enum):
+class LifeEvent(StrEnum):
     """What can happen to a request."""
 
     ADMITTED = "admitted"  # the first chunk of its prompt is planned
@@ -58,7 +58,7 @@ class LifeEvent(Enum):
     SETTLED = "settled"  # no transfer touches the blocks any more
 
 
-class LifeOutcome(Enum):
+class LifeOutcome(StrEnum):
     """How a request ended."""
 
     DONE = "done"

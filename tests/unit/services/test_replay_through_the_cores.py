@@ -34,7 +34,7 @@ from services.planner.mooncake_trace import read_public
 from services.sim.baselines.mooncake import BLOCK_TOKENS
 from shared.kv.journal import Journal, Tier, key_of
 from shared.kv.pool import BlockPool
-from shared.kv.prefix_hash import prefix_hashes, root_hash
+from shared.kv.prefix_hash import UNIT, prefix_hashes, root_hash
 from shared.kv.tiers import CachePolicy, SlotTier, WriteBehind
 from tests.support.tiers import few
 
@@ -64,7 +64,7 @@ class ReplayedWorker:
         self.journal = Journal(BLOCK_TOKENS)
         self.journal.subscribe("gateway", BLOCK_TOKENS)
         self.pool = BlockPool(num_blocks, BLOCK_TOKENS, model_key=MODEL_KEY)
-        self.pool.listen(self.journal)
+        self.pool.listen(self.journal, UNIT)
         self.tier: SlotTier | None = None
         self.queue = WriteBehind()
         if num_slots:

@@ -2,7 +2,8 @@
 
 Keys are hashes already. Each has two rows where it may stand, of eight slots, and goes into the
 emptier one (two choices; Azar et al. 1994), so that rows fill evenly; the very few that find both
-full stand in a dict. The table grows by splitting some rows in two (linear hashing, Litwin 1980):
+full stand in a dict, where those of a small change are gathered first: numpy takes as long for one
+key as for a hundred. The table grows by splitting some rows in two (linear hashing, Litwin 1980):
 no moment at which everything is copied, and never more memory than was reserved at the start, of
 which the system gives only what is touched. A removed key leaves nothing behind.
 
@@ -11,7 +12,7 @@ Numbers are above 0; 0 is "not here".
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,6 +21,8 @@ from numpy.typing import NDArray
 Keys: TypeAlias = NDArray[np.uint64]
 Numbers: TypeAlias = NDArray[np.int32]
 Places: TypeAlias = NDArray[Any]
+Moves: TypeAlias = Mapping[int, int]
+"""Of each number the one that comes after it."""
 
 SLOTS = 8
 """Of a row: one cache line of keys."""
@@ -33,7 +36,11 @@ FIRST_ROWS = 64
 
 MOST_CROWDED = 64
 """Keys that the dict may have, and one more for each 512 of the table; beyond that all are put
-anew as rows split."""
+anew."""
+
+FEW, MOST_GATHERED = 64, 1024
+"""Keys of one change that are gathered in the dict, and how many of them, of a table that is not
+small."""
 
 
 class KeyTable:
@@ -48,6 +55,7 @@ class KeyTable:
         self._num_rows: int = FIRST_ROWS
         self._base: int = FIRST_ROWS  # a power of two; rows below num_rows - base are split
         self._crowded: dict[int, int] = {}
+        self._most_gathered = min(MOST_GATHERED, most // 64)
         self._count = 0
         self._swept = 0
 
@@ -59,7 +67,7 @@ class KeyTable:
         120."""
         count = self._count + int(more)
         num_rows = max(self._num_rows, min(_rows_for(count), len(self._keys)))
-        return num_rows * ROW_BYTES + 120 * max(len(self._crowded), _most_crowded(count))
+        return num_rows * ROW_BYTES + 120 * max(len(self._crowded), self._most_crowded(count))
 
     @property
     def room(self) -> int:
@@ -104,7 +112,7 @@ class KeyTable:
     def find_prefix(self, keys: Keys) -> Numbers:
         """Return the numbers of the keys before the first one that is not here."""
         numbers = self._find_in_rows(keys)
-        while len(keys) and not numbers[place := numbers.argmin()]:
+        for place in (numbers == 0).nonzero()[0].tolist():
             number = self._crowded.get(int(keys[place]))
             if number is None:
                 return numbers[:place]
@@ -113,15 +121,58 @@ class KeyTable:
 
     def put(self, keys: Keys, numbers: Numbers) -> None:
         """Set the numbers of different keys; 0 takes a key out. There must be room."""
-        self.change(keys, lambda _: numbers)
+        self._put(keys, numbers, *self._found(keys))
 
-    def change(self, keys: Keys, after: Callable[[Numbers], Numbers]) -> None:
+    def change(self, keys: Sequence[int], after: Callable[[list[int]], Moves]) -> tuple[int, int]:
         """Give different keys the numbers that come ``after`` those that they have; 0 is none.
-        There must be room."""
-        places, slots = self._found(keys)
-        before = np.zeros(len(keys), np.int32)
+        There must be room. Returns how many have another number now, and their exclusive or."""
+        if len(keys) <= FEW:
+            return self._change_few(keys, after)
+        column = np.array(keys, np.uint64)
+        places, slots = self._found(column)
+        before = np.zeros(len(column), np.int32)
         before[places] = self._flat_numbers.take(slots)
-        numbers = after(self._with_crowded(keys, before))
+        numbers = self._with_crowded(column, before).copy()  # which has filled in ``before``
+        for number, new in after(before.tolist()).items():
+            numbers[before == number] = new
+        self._put(column, numbers, places, slots)
+        changed = column[numbers != before]
+        return len(changed), int(np.bitwise_xor.reduce(changed))
+
+    def _change_few(
+        self, keys: Sequence[int], after: Callable[[list[int]], Moves]
+    ) -> tuple[int, int]:
+        slots = [self._slot_of(key) for key in keys]
+        before = [
+            self._crowded.get(key, 0) if slot is None else self._flat_numbers.item(slot)
+            for key, slot in zip(keys, slots, strict=True)
+        ]
+        moves, num_changed, digest = after(before), 0, 0
+        for key, slot, number in zip(keys, slots, before, strict=True):
+            if (new := moves[number]) == number:
+                continue
+            num_changed, digest = num_changed + 1, digest ^ key
+            self._count += (new > 0) - (number > 0)
+            if slot is not None:
+                self._flat_numbers[slot] = new
+                self._flat_keys[slot] = key if new else 0
+            elif new:
+                self._crowded[key] = new
+            else:
+                del self._crowded[key]
+        self._uncrowd()
+        return num_changed, digest
+
+    def _slot_of(self, key: int) -> int | None:
+        """Return the slot of a key, counted through all rows; None = it stands in none."""
+        for half in (key, key >> 32) if key not in self._crowded else ():
+            row = half & (2 * self._base - 1)
+            row -= self._base * (row >= self._num_rows)
+            if key in (slots := self._keys[row].tolist()):
+                return row * SLOTS + slots.index(key)
+        return None
+
+    def _put(self, keys: Keys, numbers: Numbers, places: Places, slots: Places) -> None:
         found = numbers[places]
         self._flat_numbers[slots] = found
         gone = slots[found == 0]
@@ -133,16 +184,26 @@ class KeyTable:
         if self._crowded:
             is_crowded = np.ones(len(keys), bool)
             is_crowded[places] = False
-            for place in np.flatnonzero(is_crowded).tolist():
-                if self._crowded.pop(int(keys[place]), 0):
+            for key in keys[is_crowded].tolist():
+                if self._crowded.pop(key, 0):
                     self._count -= 1
         if added.any():
-            keys, numbers = keys[added], numbers[added]
-            self._count += len(keys)
-            self._grow()
-            self._add(keys, numbers)
+            self._count += int(added.sum())
+            self._add(keys[added], numbers[added])
+        self._uncrowd()
+
+    def _most_crowded(self, count: int) -> int:
+        return self._most_gathered + MOST_CROWDED + count // 512
+
+    def _uncrowd(self) -> None:
+        if len(self._crowded) > self._most_crowded(self._count):
+            crowded, self._crowded = self._crowded, {}
+            self._add(
+                np.array(list(crowded), np.uint64), np.array(list(crowded.values()), np.int32)
+            )
 
     def _add(self, keys: Keys, numbers: Numbers) -> None:
+        self._grow()
         rows = self._rows_of(keys).astype(np.int64)
         taken = (self._keys.take(rows, axis=0) != 0).sum(2)
         swapped = taken[:, 1] < taken[:, 0]
@@ -178,11 +239,6 @@ class KeyTable:
             self._num_rows += num
             if self._num_rows == 2 * self._base:
                 self._base *= 2
-            if len(self._crowded) > _most_crowded(self._count):
-                crowded, self._crowded = self._crowded, {}
-                self._add(
-                    np.array(list(crowded), np.uint64), np.array(list(crowded.values()), np.int32)
-                )
 
     def _split(self, old: slice, new: slice) -> None:
         """Give each of the new rows what belongs there, of the old row that had it until now."""
@@ -216,7 +272,3 @@ class KeyTable:
 
 def _rows_for(num_keys: int) -> int:
     return int(num_keys / (SLOTS * LOAD)) + 1
-
-
-def _most_crowded(num_keys: int) -> int:
-    return MOST_CROWDED + num_keys // 512

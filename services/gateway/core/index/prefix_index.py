@@ -17,7 +17,7 @@ can be sent, too.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple, TypeAlias
@@ -26,12 +26,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.gateway.core.index.holdings import Column, Holdings
-from services.gateway.core.index.key_table import Keys, KeyTable, Numbers
+from services.gateway.core.index.key_table import Keys, KeyTable, Moves, Numbers
 from services.gateway.core.index.prefixes import Indexed
 from shared.errors import RemoteProtocolError
 from shared.kv.journal import KvChanges, Tier
 
-NUM_TIERS = len(Tier)
+_TIERS = tuple(Tier)  # an enum is walked through in Python
+NUM_TIERS = len(_TIERS)
 
 Bits: TypeAlias = NDArray[np.uint64]
 
@@ -187,7 +188,7 @@ class PrefixIndex:
             known.has_begun, known.state = True, Indexed.LEARNING
         if not known.has_begun:
             return False
-        for tier, change in zip(Tier, changes.tiers, strict=True):
+        for tier, change in zip(_TIERS, changes.tiers, strict=True):
             for keys, adds in ((change.stored, True), (change.removed, False)):
                 if not len(keys):
                     continue
@@ -219,31 +220,28 @@ class PrefixIndex:
         """Change who holds these keys; of each tier what was true before stays uncounted.
 
         Raises _NoRoom: there is none, and nothing has changed."""
-        column = np.unique(np.array(keys, np.uint64))
-        if not column[0]:  # in the table it would be every free slot
+        different = dict.fromkeys(keys)
+        if 0 in different:  # in the table it would be every free slot
             raise RemoteProtocolError("no granule is called 0", param="kv")
-        changed = np.empty(len(column), bool)
         word, bit = _bit_of(place)
 
-        def after(before: Numbers) -> Numbers:
-            numbers, found = np.empty_like(before), np.unique_counts(before)
-            of_each: list[int] = found.values.tolist()
-            num_keys = int(np.count_nonzero(before == 0)) if adds else 0
-            if not self._has_room(num_keys, len(of_each)) and not self._has_room(
-                num_keys, self._num_new(of_each, tier, place, adds=adds)
+        def after(before: list[int]) -> Moves:
+            found = Counter(before)
+            num_keys = found[0] if adds else 0
+            if not self._has_room(num_keys, len(found)) and not self._has_room(
+                num_keys, self._num_new([*found], tier, place, adds=adds)
             ):
                 raise _NoRoom
-            for number, times in zip(of_each, found.counts.tolist(), strict=True):
-                is_it = before == number
-                changes = bool(self._bits[tier, number, word] & bit) is not adds
-                changed[is_it] = changes
-                numbers[is_it] = self._moved(number, tier, place, times) if changes else number
-            return numbers
+            return {
+                number: number
+                if bool(self._bits[tier, number, word] & bit) is adds
+                else self._moved(number, tier, place, times)
+                for number, times in found.items()
+            }
 
-        self._table.change(column, after)
-        flipped = column[changed]
-        known.counts[tier] += len(flipped) if adds else -len(flipped)
-        known.digests[tier] ^= int(np.bitwise_xor.reduce(flipped)) if len(flipped) else 0
+        num_flipped, digest = self._table.change([*different], after)
+        known.counts[tier] += num_flipped if adds else -num_flipped
+        known.digests[tier] ^= digest
 
     def _num_new(self, numbers: Sequence[int], tier: Tier, place: int, *, adds: bool) -> int:
         """Return how many holdings there must be more for these to be changed so."""

@@ -33,41 +33,41 @@ def hit_tokens(pool: BlockPool, tokens: range, *, salt: bytes = b"", most: int =
 def test_free_blocks_are_handed_out_in_the_order_in_which_they_came() -> None:
     """A freed block goes to the end of the line."""
     allocator = BlockAllocator(3)
-    assert [allocator.take() for _ in range(3)] == [0, 1, 2]
+    assert allocator.take(3) == [0, 1, 2]
     for block in (2, 0):
-        allocator.drop(block)
+        allocator.drop([block])
         allocator.put_back(block)
-    assert [allocator.take(), allocator.take()] == [2, 0]
+    assert allocator.take(2) == [2, 0]
 
 
 def test_a_block_is_not_freed_twice() -> None:
     """Dropping more references than there are is our bug, said at once."""
     allocator = BlockAllocator(1)
-    block = allocator.take()
-    assert allocator.drop(block) == 0
+    (block,) = allocator.take(1)
+    assert allocator.drop([block]) == [0]
     with pytest.raises(LocalProtocolError, match="freed twice"):
-        allocator.drop(block)
+        allocator.drop([block])
 
 
 def test_a_held_block_cannot_be_put_back() -> None:
     """Only an unreferenced block may become free."""
     allocator = BlockAllocator(1)
     with pytest.raises(LocalProtocolError):
-        allocator.put_back(allocator.take())
+        allocator.put_back(allocator.take(1)[0])
 
 
 def test_taking_from_an_empty_list_is_an_error() -> None:
     """The allocator does not know about cached blocks: its caller looks first."""
     allocator = BlockAllocator(1)
-    allocator.take()
+    allocator.take(1)
     with pytest.raises(LocalProtocolError):
-        allocator.take()
+        allocator.take(1)
 
 
 def test_a_lost_block_is_noticed() -> None:
     """The integrity check counts every block exactly once."""
     allocator = BlockAllocator(2)
-    allocator.drop(allocator.take())  # neither free, nor held, nor said to be idle
+    allocator.drop(allocator.take(1))  # neither free, nor held, nor said to be idle
     with pytest.raises(InvariantViolated, match="2 != 1 free"):
         allocator.check_integrity(idle=[])
     allocator.check_integrity(idle=[0])

@@ -22,6 +22,21 @@ def predicted(num_tokens: int, num_attended: int) -> float:
     return BASE_S + TOKEN_S * num_tokens + ATTENDED_S * num_attended
 
 
+def test_a_line_of_times_is_followed_in_a_few_looks() -> None:
+    """Reports ask for every prompt that waits: halves alone would be eleven looks at each."""
+    looks = list[int]()
+
+    def line(num_tokens: int, num_attended: int) -> float:
+        looks.append(num_tokens)
+        return 0.001 + 0.0001 * num_tokens
+
+    budget = TimeBudget(line, 0.0506, 2048, is_expecting=lambda: False)
+    assert budget.room(8, 800, 0) == 480
+    assert len(looks) <= 4
+    looks.clear()
+    assert (budget.room(600, 800, 0), len(looks)) == (0, 1)
+
+
 def a_budget(target_s: float, max_tokens: int = 2048) -> TimeBudget:
     return TimeBudget(predicted, target_s, max_tokens, is_expecting=lambda: False)
 

@@ -34,7 +34,7 @@ def test_every_pair_moves_or_raises(table: Any, state: Enum, event: Enum):
     machine: Machine[Any, Any] = Machine(table, state)
     after = table[state].get(event)
     if after is None:
-        wanted = RemoteProtocolError if event in FROM_PEER else LocalProtocolError
+        wanted = RemoteProtocolError if event in FROM_PEER[type(event)] else LocalProtocolError
         with pytest.raises(wanted, match=event.value):
             machine.step(event)
         assert machine.state is state

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from functools import reduce
+from operator import xor
 
 import numpy as np
 
@@ -50,13 +52,29 @@ def test_a_key_beside_full_rows_is_found_with_such_a_key() -> None:
     assert table.find(row[[0, 8]]).tolist() == [1, 9]
 
 
+def test_keys_of_small_changes_are_gathered_and_then_put_into_rows() -> None:
+    """Numpy takes as long for one key as for a hundred: nobody sees where a key stands."""
+    table, source = KeyTable(1 << 22), random.Random(1)
+    keys = [source.getrandbits(64) | 1 for _ in range(3000)]
+    for first in range(0, len(keys), 10):
+        told = table.change(keys[first : first + 10], lambda before: dict.fromkeys(before, 7))
+        assert told == (10, reduce(xor, keys[first : first + 10]))
+    assert (len(table), table.find(np.array(keys, np.uint64)).tolist()) == (3000, [7] * 3000)
+    assert table.num_bytes() < 250_000  # 120 each in the dict, which would be 360,000
+    for first in range(0, len(keys), 500):
+        few, many = keys[first : first + 10], keys[first + 10 : first + 500]
+        assert table.change(few, lambda before: dict.fromkeys(before, 0))[0] == len(few)
+        assert table.change(many, lambda before: {7: 0}) == (len(many), reduce(xor, many))
+    assert (len(table), table.find(np.array(keys, np.uint64)).any()) == (0, False)
+
+
 def test_of_a_small_table_the_index_has_what_the_pool_has() -> None:
     """Conversations through a pool that must evict (of Mooncake's form: each block has a number,
     and a turn repeats all that went before): at each prompt the index's hit is the pool's, and a
     sound link is never asked again."""
     source = random.Random(0)
     pool, journal, index = BlockPool(800, UNIT), Journal(UNIT), PrefixIndex(1 << 20)
-    pool.listen(journal)
+    pool.listen(journal, UNIT)
     index.asked(0)
     journal.subscribe(0, UNIT)
     talks: list[list[int]] = [[0] for _ in range(60)]
