@@ -135,11 +135,11 @@ class Handshake:
             if result.ok:
                 digest = await self.compute.copy(partial(_digest, buffer, num_bytes))
                 result.ok = digest == canary.digest
-            result.seconds = loop_time() - asked_at
+            took_s = loop_time() - asked_at
             if not result.ok:
                 await stream.send(wire.PairMessage(canary_result=result))
                 raise TransferFailed("a canary arrived damaged", code="canary")
-            if result.seconds <= QUICK_S:
+            if took_s <= QUICK_S:
                 num_bytes = min(GROWTH * num_bytes, most)
         ours = await link.endpoint.find_lane(buffer, num_bytes, sends=False)
         result.lane = link.lane_in = more_certain(ours, found).lane
@@ -158,7 +158,6 @@ def _digest(buffer: Buffer, num_bytes: int) -> int:
 
 
 async def _next(stream: Stream, patience: asyncio.Timeout) -> wire.PairMessage:
-    """Raises MeshError: the peer's reason, if it refuses the pair."""
     message = await stream.receive()
     if message is None:
         raise WorkerLost("the other worker ended the handshake")

@@ -167,7 +167,6 @@ default_message_pool.register_message("pdmesh.v1", "Canary", Canary)
 @dataclass(eq=False, repr=False)
 class CanaryResult(betterproto2.Message):
     ok: "bool" = betterproto2.field(1, betterproto2.TYPE_BOOL)
-    seconds: "float" = betterproto2.field(2, betterproto2.TYPE_DOUBLE)
     tag: "int" = betterproto2.field(3, betterproto2.TYPE_FIXED64)
     lane: "str" = betterproto2.field(4, betterproto2.TYPE_STRING)
     num_bytes: "int" = betterproto2.field(5, betterproto2.TYPE_UINT64)
@@ -525,9 +524,6 @@ class PairMessage(betterproto2.Message):
     )
     heartbeat: "Heartbeat | None" = betterproto2.field(
         2, betterproto2.TYPE_MESSAGE, optional=True, group="message"
-    )
-    refused_pair: "Error | None" = betterproto2.field(
-        3, betterproto2.TYPE_MESSAGE, optional=True, group="message"
     )
     canary_result: "CanaryResult | None" = betterproto2.field(
         4, betterproto2.TYPE_MESSAGE, optional=True, group="message"
