@@ -45,8 +45,9 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, None]:
 
 @pytest.fixture(scope="session")
 def two_of_each() -> Iterator[Project]:
-    """The project that all tests share."""
-    project = Project("mesh")
+    """The project that all tests share, with KV below the pools, on a volume, too."""
+    tiers = {"PDMESH_DRAM_CACHE": "16MB", "PDMESH_SSD_CACHE": "/kv"}
+    project = Project("mesh", **tiers, PDMESH_SSD_CACHE_SIZE="64MB")
     try:
         project.up(TWO)
         yield project

@@ -46,12 +46,13 @@ async def test_two_of_each_answer_through_shared_memory(mesh: Project) -> None:
 
 
 async def test_scaling_down_and_up_under_load(mesh: Project) -> None:
-    """One worker of each role leaves and another comes while clients ask: nothing is wrong, nothing
-    fails, and those that leave have finished what they had (exit code 0)."""
+    """Workers leave and others come while clients ask, each role by itself: nothing is wrong,
+    nothing fails, and those that leave have finished what they had (exit code 0). KV that nobody
+    uses is copied below the pool."""
     began_at = time.time()
     async with clients(mesh.doors, NUM_CLIENTS) as tally:
-        for number in (1, 2):
-            scale = Scale(gateway=2, prefill=number, decode=number)
+        for prefill, decode in ((1, 1), (3, 2), (2, 2)):
+            scale = Scale(gateway=2, prefill=prefill, decode=decode)
             await asyncio.to_thread(mesh.up, scale)
             await asyncio.to_thread(mesh.wait_healthy, scale)
             await tally.more(NUM_CLIENTS)
@@ -59,7 +60,10 @@ async def test_scaling_down_and_up_under_load(mesh: Project) -> None:
     print(f"{tally.num_right} answers right, {dict(tally.errors)}")
     ended = mesh.exit_codes(began_at)
     assert set(ended.pop("secret")) == {0}  # looks each time whether there is one
-    assert ended == {"prefill": [0], "decode": [0]}
+    assert ended == {"prefill": [0, 0], "decode": [0]}
+    stored = [one.metrics() for one in mesh.containers("prefill")]
+    for tier in ("dram", "ssd"):
+        assert any(one.get(f'tier_blocks_stored_total{{tier="{tier}"}}') for one in stored), tier
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

@@ -113,4 +113,4 @@ async def test_the_last_requests_are_told_with_the_mesh_that_they_met() -> None:
         assert set(sent.handover_s) == {"pair", "colocated"}
         assert (sent.policy, sent.decides) == ("conductor", True)
         assert {name: getattr(sent, name) for name in limits} == limits
-        assert sent.overload == "off"
+        assert (sent.overload, sent.waiting) == ("off", 0)

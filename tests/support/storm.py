@@ -309,6 +309,7 @@ def _a_gateway(chance: random.Random) -> dict[str, Any]:
         "policy": chance.choice(get_args(RoutingPolicyName)),
         "overload": chance.choice(["off", *get_args(OverloadName)]),
         "max_running": chance.choice([1024, 1024, 5]),
+        "max_pending_tokens": chance.choice([8192, 8192, 60, 0]),
         "max_waiting": chance.choice([256, 256, 4]),
         "max_wait_s": chance.choice([2.0, 10.0]),
         "max_attempts": chance.choice([3, 5, 2]),

@@ -193,7 +193,13 @@ class Watcher:
             for it in told.workers
         )
         attainment = self._meter.attainment(now)
-        seen = MeshSeen(workers, self._meter.traffic(now), attainment, acts=told.decides)
+        seen = MeshSeen(
+            workers,
+            self._meter.traffic(now),
+            attainment,
+            acts=told.decides,
+            num_waiting=told.waiting,
+        )
         decision = decide(seen, self._memory, self._rules, now)
         self._memory = decision.memory
         return Look(now, decision, attainment.share, outlook(seen, self._rules.limits), cut)

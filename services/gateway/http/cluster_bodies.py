@@ -232,7 +232,7 @@ class RecentRequests(msgspec.Struct, forbid_unknown_fields=True):
     change workers. handover_s: what half of the last hand-overs took, between two workers (pair)
     and on one (colocated), 0 = there was none. link_bytes_s: as workers measured it, 0 = not.
     max_running, max_waiting, max_wait_s, max_pending_tokens, overload: whom it lets in; max_running
-    0 = it does not say."""
+    0 = it does not say. waiting: requests that wait to be let in."""
 
     version: str
     now_s: float
@@ -248,3 +248,4 @@ class RecentRequests(msgspec.Struct, forbid_unknown_fields=True):
     max_wait_s: float = 0.0
     max_pending_tokens: int = 0
     overload: str = ""
+    waiting: int = 0

@@ -217,6 +217,7 @@ def recent_body(
     model: str,
     config: GatewayConfig,
     overload: OverloadMode,
+    num_waiting: int,
     started_at: float,
     now: float,
 ) -> dict[str, Any]:
@@ -234,6 +235,7 @@ def recent_body(
         "max_wait_s": config.max_wait_s,
         "max_pending_tokens": config.max_pending_tokens,
         "overload": overload.value,
+        "waiting": num_waiting,
         "decides": is_first(members.incarnation, workers),
         "handover_s": {
             "pair": expectations.handover_s(is_colocated=False),

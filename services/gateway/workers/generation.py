@@ -201,6 +201,7 @@ class GatewayMesh:
             model="" if self.model is None else self.model.name,
             config=self._config,
             overload=self._overload.mode,
+            num_waiting=self.statistics.num_waiting,
             started_at=self._started_at,
             now=asyncio.get_running_loop().time(),
         )

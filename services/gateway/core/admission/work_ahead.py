@@ -2,8 +2,8 @@
 not much more, since only what waits in the gateway is still in a fair order.
 
 Their own queues are first come, first served: a prompt of a high priority, or of a tenant that asks
-for little, would stand behind everything that was sent before, and an answer for whose KV there is
-no room would fall silent after its first token. Pure.
+for little, would stand behind everything that was sent before; and one for which decode has no room
+would keep its KV on prefill meanwhile. Pure.
 """
 
 from __future__ import annotations

@@ -127,8 +127,8 @@ def test_a_decode_worker_is_given_no_more_answers_than_it_runs_at_once() -> None
 
 @pytest.mark.parametrize("is_apart", [True, False])
 def test_where_no_decode_worker_has_room_few_wait_for_it(is_apart: bool) -> None:
-    """Their prompts are computed, and their clients would wait for the second token: the others
-    wait for the first. Where nothing moves, prompts wait for room by themselves."""
+    """Their prompts are computed and stay on prefill: those of the others would fill it. Where
+    nothing moves, prompts wait for room by themselves."""
     decode = a_worker(Role.DECODE, 2)
     decode.report(WorkerStatus(reserved_blocks=decode.num_blocks))
     admission = an_admission(decode=decode)
