@@ -106,10 +106,10 @@ class WorkAhead:
         if not self._max_pending_tokens:
             return False
         sides = self._sides()
-        if sides is not self._counted:  # another worker, or one less
+        if sides is not self._counted or not self._num_places:  # another worker, or one has told
             self._counted = sides
             places = [worker.status.max_running for worker in sides.decodes]
-            self._num_places = sum(places) if all(places) else 0  # an older one does not say
+            self._num_places = sum(places) if all(places) else 0
         if 0 < self._num_places <= self._num_answers:
             return True
         num = max(1, len(sides.prefills))

@@ -115,12 +115,13 @@ def test_as_many_wait_as_there_are_places_and_no_more() -> None:
 
 
 def test_a_decode_worker_is_given_no_more_answers_than_it_runs_at_once() -> None:
+    """As soon as it has told how many those are."""
     decode = a_worker(Role.DECODE, 2)
-    decode.report(WorkerStatus(max_running=2))
     admission = an_admission(decode=decode)
     for number in range(2):
         admission.arrive(key(number), 0.0, num_tokens=10)
         begin(admission, number)
+    decode.report(WorkerStatus(max_running=2))
     assert admission.arrive(b"next", 1.0, num_tokens=10) == []
     assert admission.leave(key(0), 2.0) == [Admit(b"next")]
 
