@@ -523,9 +523,11 @@ async def test_the_context_is_what_the_smallest_pool_holds() -> None:
 
 @virtual_time
 async def test_no_room_on_decode_is_an_error_before_the_answer_begins() -> None:
-    """The first token is held until decode has room, and one wait is all: whoever is refused has
-    read nothing, and was not kept for longer than the gateway's limit."""
-    async with whole_mesh(num_blocks=16, timing=SLOW, gateway={"max_wait_s": 1.0}) as mesh:
+    """Where all is sent to the workers at once, the first token is held until decode has room, and
+    one wait is all: whoever is refused has read nothing, and was not kept for longer than the
+    gateway's limit."""
+    at_once = {"max_wait_s": 1.0, "max_pending_tokens": 0}
+    async with whole_mesh(num_blocks=16, timing=SLOW, gateway=at_once) as mesh:
         loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(mesh.ask(a_prompt(150), 100))
@@ -536,6 +538,21 @@ async def test_no_room_on_decode_is_an_error_before_the_answer_begins() -> None:
             assert refused.error.retry_after_s > 0
             assert refused.token_ids == []
             assert loop.time() - asked_at < 1.5
+
+
+@virtual_time
+async def test_by_default_nobody_is_refused_for_want_of_room() -> None:
+    """Ten times as many as fit, each for longer than one may wait for a place: two are sent ahead
+    at most, the others wait in the gateway, and all are answered."""
+    async with whole_mesh(num_blocks=16, timing=SLOW, gateway={"max_wait_s": 0.2}) as mesh:
+        prompts = [a_prompt(150, seed=seed) for seed in range(10)]
+        async with asyncio.TaskGroup() as tasks:
+            asked = [tasks.create_task(mesh.ask(prompt, 20)) for prompt in prompts]
+            await asyncio.sleep(0.3)
+            counts = mesh.gateways[0].mesh.statistics
+            assert counts.num_running <= 4
+            assert counts.num_waiting >= 6
+        assert [one.result().token_ids for one in asked] == [expected(one, 20) for one in prompts]
 
 
 @virtual_time
