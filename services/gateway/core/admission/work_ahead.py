@@ -23,8 +23,8 @@ ANSWERS_AHEAD = 2
 
 @dataclass(slots=True)
 class _Work:
-    """One answer that the workers have. num_tokens: of its prompt. num_to_compute: of these;
-    0 from its first token on. waits_for_room: decode has not promised it yet."""
+    """One answer that the workers have. num_tokens: of its prompt. num_to_compute: of these, until
+    it has begun. waits_for_room: decode has not promised it yet."""
 
     num_tokens: int
     num_to_compute: int
@@ -97,7 +97,6 @@ class WorkAhead:
     def _prompt_ended(self, work: _Work) -> None:
         self._num_prompts -= 1
         self._num_to_compute -= work.num_to_compute
-        work.num_to_compute = 0
 
     @property
     def is_enough(self) -> bool:
