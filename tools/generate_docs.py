@@ -214,9 +214,9 @@ def tour() -> str:
     for number, stop in enumerate(STOPS, 1):
         links: list[str] = []
         for what, name in (("Decided by", stop.decides), ("done by", stop.acts)):
-            file, line = place_of(name)
-            short = name.partition(":")[2]
-            links.append(f"{what} [`{short}`](../{file}#L{line})")
+            # Without the line: an edit anywhere above it would make the page stale.
+            file, _ = place_of(name)
+            links.append(f"{what} [`{name.partition(':')[2]}`](../{file})")
         indent = " " * len(f"{number}. ")
         lines += [
             f"{number}. **{stop.process} · {stop.phase}** (`{stop.moment.value}`). {stop.text}",
