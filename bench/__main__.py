@@ -115,52 +115,53 @@ def draw(question: str) -> None:
 def fill() -> None:
     """Write the ten rows of bench/README.md, and the goals of all questions' newest results into
     bench/GOALS.md."""
-    lines = [
-        "| | # | question | goal | measured | run | a day before |",
-        "|---|---|---|---|---|---|---|",
-    ]
     entries = [
         entry for name in QUESTIONS for entry in newest_goals(results(PROJECT / "bench" / name))
     ]
-    for entry in sorted(entries, key=lambda entry: entry.goal.row):
-        goal, before = entry.goal, entry.before
-        measured = f"{goal.value:.3g}"
-        if goal.lowest is not None:
-            measured += f" [{goal.lowest:.3g} .. {goal.highest:.3g}]"
-        mark = "✓" if goal.is_met else "✗"
-        bound = f"{goal.relation} {goal.bound:g}"
-        what = f"{goal.question}: {goal.what}"
-        again = ""
-        if before is not None:
-            again = f"{'✓' if before.goal.is_met else '✗'} {before.goal.value:.3g}, {before.day}"
-        lines.append(
-            f"| {mark} | {goal.row} | {what} | {bound} | {measured} | {entry.run} | {again} |"
-        )
     runs = {name: [run for _, run in results(PROJECT / "bench" / name)] for name in QUESTIONS}
     _write_between(README, "headlines", headlines.table(runs))
-    _write_between(GOALS, "standing", standing(entries))
-    _write_between(GOALS, "goals", lines)
+    _write_between(GOALS, "goals", standing(entries))
     print(f"written to {README.relative_to(PROJECT)} and {GOALS.relative_to(PROJECT)}")
 
 
 def standing(entries: Sequence[Measured]) -> list[str]:
-    """Return how many goals of each number hold, how many a run of another day has confirmed, and
-    which are missed, as a table."""
+    """Return how many goals hold, and of each number the goals themselves, a table for each run
+    that found them."""
     num_met = sum(entry.goal.is_met for entry in entries)
     num_again = sum(entry.is_confirmed for entry in entries)
-    lines = [
-        f"{num_met} of {len(entries)} rows hold; {num_again} were so on an earlier day:",
-        "",
-        "| # | question | rows that hold | were so on an earlier day | missed |",
-        "|---|---|---|---|---|",
-    ]
+    lines = [f"{num_met} of {len(entries)} goals hold; {num_again} were so on an earlier day, too."]
     for row in sorted({entry.goal.row for entry in entries}):
         own = [entry for entry in entries if entry.goal.row == row]
-        missed = "; ".join(entry.goal.what for entry in own if not entry.goal.is_met)
         count = f"{sum(entry.goal.is_met for entry in own)} of {len(own)}"
-        again = sum(entry.is_confirmed for entry in own)
-        lines.append(f"| {row} | {TITLES[row]} | {count} | {again} | {missed} |")
+        lines += ["", f"### {row}: {TITLES[row]} ({count})"]
+        for run in dict.fromkeys((entry.goal.question, entry.run) for entry in own):
+            found = [entry for entry in own if (entry.goal.question, entry.run) == run]
+            lines += ["", f"{run[0]}, {run[1]}", "", *_table(found)]
     return lines
+
+
+def _table(entries: Sequence[Measured]) -> list[str]:
+    """Return a run's goals, and what an earlier day found of them where one did."""
+    has_before = any(entry.before is not None for entry in entries)
+    lines = ["| | what | goal | measured |", "|---|---|---|---|"]
+    if has_before:
+        lines = ["| | what | goal | measured | a day before |", "|---|---|---|---|---|"]
+    for entry in entries:
+        goal, before = entry.goal, entry.before
+        measured = f"{goal.value:.3g}"
+        if goal.lowest is not None:
+            measured += f" [{goal.lowest:.3g}–{goal.highest:.3g}]"
+        cells = [_mark(goal), goal.what, f"{goal.relation} {goal.bound:g}", measured]
+        if before is not None:
+            cells.append(f"{_mark(before.goal)} {before.goal.value:.3g}, {before.day}")
+        elif has_before:
+            cells.append("")
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _mark(goal: Goal) -> str:
+    return "✓" if goal.is_met else "✗"
 
 
 def _write_between(page: Path, name: str, lines: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 import bench.record
 from bench import headlines
-from bench.__main__ import GOALS, QUESTIONS, README, newest_goals, results
+from bench.__main__ import GOALS, QUESTIONS, README, newest_goals, results, standing
 from bench.record import PROJECT, Record, environment
 
 
@@ -49,12 +49,8 @@ def test_the_pages_hold_what_is_recorded() -> None:
     lines = headlines.table(runs)
     assert len(lines) == 2 + len(headlines.HEADLINES) == 12
     assert "\n".join(lines) in README.read_text()
-    goals = GOALS.read_text()
-    for own in found.values():
-        for entry in newest_goals(own):
-            goal = entry.goal
-            assert f"| {goal.row} | {goal.question}: {goal.what} |" in goals
-            assert f"| {entry.run} |" in goals
+    entries = [entry for own in found.values() for entry in newest_goals(own)]
+    assert "\n".join(standing(entries)) in GOALS.read_text()
 
 
 def test_a_run_that_did_not_ask_leaves_the_row_to_an_older_one() -> None:
