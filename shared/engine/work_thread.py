@@ -94,10 +94,10 @@ def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | Non
 async def run_and_end(name: str, work: Callable[[], T]) -> T:
     """Run ``work`` on a thread that ends with it, and return its result or raise its error.
 
-    Who loads an engine does so here: OpenMP keeps a team of threads for each thread that has ever
-    computed, for as long as that lives, and once there are more of them than cores it has all of
-    them sleep between two loops instead of spinning. A second team beside the compute thread's cost
-    a decode step of 8 ms 4 more (vLLM; 0.3 of 4 with our kernels; CPU, 2 cores).
+    Who loads an engine does so here: a thread that has computed keeps its team of helpers for as
+    long as it lives. OpenMP (torch, vLLM) has all teams sleep between two loops once they are more
+    threads than cores: one beside the compute thread's cost vLLM's decode step of 8 ms 4 more (CPU,
+    2 cores).
     Cancelling this wait does not end ``work``.
     """
     thread = WorkThread(name)

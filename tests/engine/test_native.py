@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -177,7 +178,7 @@ def test_layers_are_reported_in_order_and_change_nothing(shape: str, native_of: 
     assert seen == [(layer, True) for layer in range(engine.layout.num_layers)]
 
 
-@pytest.mark.parametrize("count", [1, 2, 5, 6, 7, 13, 64, 97, 200])
+@pytest.mark.parametrize("count", [1, 2, 5, 6, 7, 10, 13, 64, 97, 200])
 @pytest.mark.parametrize(("rows", "k"), [(64, 64), (200, 96), (33, 130), (1, 2), (70, 5000)])
 def test_a_product_is_that_of_torch(count: int, rows: int, k: int) -> None:
     """Every way to cut rows into tiles and k into stretches, and matrices that fill no panel; and
@@ -199,6 +200,28 @@ def test_a_product_is_that_of_torch(count: int, rows: int, k: int) -> None:
         rounding = 2**-8 if dtype == torch.bfloat16 else 0
         assert torch.allclose(product.double(), want, rtol=rounding, atol=1e-4 * k**0.5)
         assert torch.equal(product, got[dtype, "avx2"])
+
+
+def test_helpers_end_with_the_thread_that_they_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread has its own, as many as it asks for, and all compute the same."""
+    needs_native()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
+    matrix, x = torch.randn(640, 64).bfloat16(), torch.randn(3, 64).bfloat16()
+    product = library.load(torch.bfloat16).product(matrix)
+    expected = product(x)
+    tasks = Path("/proc/self/task")
+    before = len(list(tasks.iterdir()))
+
+    def compute(_: int) -> int:
+        assert all(product(x).equal(expected) for _ in range(50))
+        return len(list(tasks.iterdir()))
+
+    with ThreadPoolExecutor(3) as threads:
+        assert max(threads.map(compute, range(3))) >= before + 1 + 4
+    deadline = time.monotonic() + 30  # a thread is joined a little before its helpers are
+    while len(list(tasks.iterdir())) > before:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_the_most_likely_token_is_the_first_of_equals(native_of: EngineOf) -> None:

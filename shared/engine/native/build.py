@@ -31,7 +31,7 @@ from pathlib import Path
 from shared.cache_folder import cache_folder
 
 HERE = Path(__file__).parent
-SOURCES = (HERE / "kernels.cpp", HERE / "lanes.h")
+SOURCES = (HERE / "kernels.cpp", HERE / "lanes.h", HERE / "team.h")
 
 INSTRUCTIONS = {
     "avx512-bf16": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "fma"),
@@ -50,7 +50,7 @@ NUMBERS = {"bfloat16": (), "float32": ("-DPD_FLOAT32",)}
 # Without contraction: products and sums are fused where the source says fma and nowhere else,
 # whatever the compiler likes, for bits must be the same everywhere.
 _COMPILE = (
-    "-std=c++17", "-O3", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC", "-fvisibility=hidden",
+    "-std=c++17", "-O3", "-ffp-contract=off", "-pthread", "-shared", "-fPIC", "-fvisibility=hidden",
 )  # fmt: skip
 
 TIMEOUT_S = 60.0

@@ -4,7 +4,7 @@
 // is fast, and what it promises:
 //
 // * Weights lie in panels of 64 columns, word by word of k (a pair of bfloat16, as VDPBF16PS wants them). A tile
-//   of up to 6 tokens x 64 columns stays in registers; a panel is read once from memory and then from L2, so
+//   of up to 6 tokens x 64 columns, or 10 x 32, stays in registers; a panel is read once from memory and then from L2, so
 //   a decode step moves each weight once, and prefill runs at the multipliers' speed.
 // * Every output element is one chain of multiply-adds over k in one order, whatever the batch;
 //   attention walks key tiles of 64 at absolute positions, whatever the chunk. So results are the same
@@ -17,19 +17,20 @@
 // Bindings and docstrings: library.py. Layout of weights: `PackJob`. Nothing here keeps state or
 // knows Python, and nothing but `pd_pack` allocates or reads a file.
 
-#include <omp.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
+#include <array>
 #include <cerrno>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "lanes.h"
+#include "team.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -43,7 +44,9 @@ using Operand = float;
 #endif
 
 constexpr int kPanel = 64;      // columns of a weight panel = keys of an attention tile
-constexpr int kTile = 6;        // tokens of a register tile
+constexpr int kTile = 6;        // tokens of a register tile of 64 columns
+constexpr int kTallTile = kHas32Registers ? 10 : kTile;  // of one of 32, where few tokens wait for weights
+constexpr std::int64_t kFewRows = 64;
 constexpr int kLine = 64 / sizeof(Num);  // numbers of a cache line
 constexpr int kLinesAWord = 4;  // lines that a word of each column of a panel fills
 constexpr int kLinesAhead = 2;  // lines of the next panel a tile asks for beside four that it reads
@@ -112,79 +115,78 @@ inline void fetch(const void* p) { asm volatile("prefetcht1 %0" ::"m"(*(const ch
 
 // --- the register tile -------------------------------------------------------------------------------
 
-// acc[M][64 columns] += a[M][words] . panel, words in ascending order; meanwhile `lines` lines a
-// word are asked for from `ahead` on. The panel itself is read in order, which the CPU foresees better
-// than requests for it can say (bench/engine).
+// What one multiply-add takes of a word: a pair of bfloat16 at once, or one number after the other. The odd one of a
+// pair comes first, as VDPBF16PS adds them.
 #if defined(__AVX512BF16__) && !defined(PD_FLOAT32)
-template <int M, int lines = 0>
-inline __attribute__((always_inline)) void multiply(
-    Lanes (&acc)[M][4], const Operand* a, std::int64_t stride, const Num* panel, std::int64_t words,
-    const Num* ahead = nullptr) {
-  for (std::int64_t k = 0; k < words; ++k) {
-    const Num* w = panel + k * kPerWord * kPanel;
-    for (int i = 0; i < lines; ++i) fetch(ahead + (k * lines + i) * kLine);
-    __m512bh w0 = (__m512bh)_mm512_loadu_si512(w), w1 = (__m512bh)_mm512_loadu_si512(w + 32);
-    __m512bh w2 = (__m512bh)_mm512_loadu_si512(w + 64), w3 = (__m512bh)_mm512_loadu_si512(w + 96);
-#pragma GCC unroll 6
-    for (int m = 0; m < M; ++m) {
-      std::int32_t pair;
-      std::memcpy(&pair, a + m * stride + kPerWord * k, 4);
-      __m512bh v = (__m512bh)_mm512_set1_epi32(pair);
-      acc[m][0] = _mm512_dpbf16_ps(acc[m][0], v, w0);
-      acc[m][1] = _mm512_dpbf16_ps(acc[m][1], v, w1);
-      acc[m][2] = _mm512_dpbf16_ps(acc[m][2], v, w2);
-      acc[m][3] = _mm512_dpbf16_ps(acc[m][3], v, w3);
-    }
-  }
+using Factors = __m512bh;
+constexpr int kSteps = 1;
+inline Factors weights_at(const Num* w, int) { return (__m512bh)_mm512_loadu_si512(w); }
+inline Factors spread_at(const Operand* a, int) {
+  std::int32_t pair;
+  std::memcpy(&pair, a, 4);
+  return (__m512bh)_mm512_set1_epi32(pair);
 }
+inline Lanes add_products(Lanes sum, Factors a, Factors b) { return _mm512_dpbf16_ps(sum, a, b); }
 #else
-// Sixteen registers hold a part of the tile's columns: then a stretch of k that stays in L1 is walked for each
-// part in turn.
+using Factors = Lanes;
+constexpr int kSteps = kPerWord;
+inline Factors weights_at(const Num* w, int step) { return numbers(w, kPerWord - 1 - step); }
+inline Factors spread_at(const Operand* a, int step) { return spread(a[kPerWord - 1 - step]); }
+inline Lanes add_products(Lanes sum, Factors a, Factors b) { return fma(a, b, sum); }
+#endif
+
+constexpr std::int64_t kStretch = 64;  // words of a panel that stay in L1
+
+// Groups of 16 columns that M tokens of a tile have in registers at once.
+template <int M>
+constexpr int kWide = kHas32Registers ? (M <= kTile ? 4 : 2) : M == 1 ? 4 : M == 2 ? 2 : 1;
+
+// acc[M][64 columns] += a[M][words] . panel, words in ascending order; meanwhile `lines` lines a
+// word are asked for from `ahead` on.
+// Where registers hold a part of the tile's columns, a stretch of k is walked for each part in turn.
 template <int M, int lines = 0>
 inline __attribute__((always_inline)) void multiply(
     Lanes (&acc)[M][4], const Operand* a, std::int64_t stride, const Num* panel, std::int64_t words,
     const Num* ahead = nullptr) {
-  constexpr int kWide = kHas32Registers || M == 1 ? 4 : M == 2 ? 2 : 1;
-  constexpr std::int64_t kNear = kWide == 4 ? 1 << 30 : 64;
-  for (std::int64_t from = 0; from < words; from += kNear) {
-    const std::int64_t upto = std::min(words, from + kNear);
-    for (int part = 0; part < 4; part += kWide) {
-      Lanes sums[M][kWide];
-#pragma GCC unroll 6
+  constexpr int wide = kWide<M>;
+  constexpr std::int64_t stretch = wide == 4 ? 1 << 30 : kStretch;
+  for (std::int64_t from = 0; from < words; from += stretch) {
+    const std::int64_t upto = std::min(words, from + stretch);
+    for (int part = 0; part < 4; part += wide) {
+      Lanes sums[M][wide];
+#pragma GCC unroll 10
       for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
-        for (int j = 0; j < kWide; ++j) sums[m][j] = acc[m][part + j];
+        for (int j = 0; j < wide; ++j) sums[m][j] = acc[m][part + j];
       for (std::int64_t k = from; k < upto; ++k) {
         const Num* w = panel + (k * kPanel + part * 16) * kPerWord;
         if (lines && part == 0)
           for (int i = 0; i < lines; ++i) fetch(ahead + (k * lines + i) * kLine);
         // A part reads every other or every fourth line, which the CPU does not foresee: all parts together ask
         // for the next stretch, in order.
-        if (lines == 0 && kWide < 4)
-          for (int i = 0; i < kWide; ++i)
-            fetch(panel + (upto * kLinesAWord + part * kNear + (k - from) * kWide + i) * kLine);
-        // The odd number of a pair first, as VDPBF16PS adds them.
+        if (lines == 0 && wide < 4)
+          for (int i = 0; i < wide; ++i)
+            fetch(panel + (upto * kLinesAWord + part * stretch + (k - from) * wide + i) * kLine);
 #pragma GCC unroll 2
-        for (int n = kPerWord - 1; n >= 0; --n) {
-          Lanes weights[kWide];
+        for (int step = 0; step < kSteps; ++step) {
+          Factors weights[wide];
 #pragma GCC unroll 4
-          for (int j = 0; j < kWide; ++j) weights[j] = numbers(w + j * 16 * kPerWord, n);
-#pragma GCC unroll 6
+          for (int j = 0; j < wide; ++j) weights[j] = weights_at(w + j * 16 * kPerWord, step);
+#pragma GCC unroll 10
           for (int m = 0; m < M; ++m) {
-            const Lanes v = spread(a[m * stride + kPerWord * k + n]);
+            const Factors v = spread_at(a + m * stride + kPerWord * k, step);
 #pragma GCC unroll 4
-            for (int j = 0; j < kWide; ++j) sums[m][j] = fma(v, weights[j], sums[m][j]);
+            for (int j = 0; j < wide; ++j) sums[m][j] = add_products(sums[m][j], v, weights[j]);
           }
         }
       }
-#pragma GCC unroll 6
+#pragma GCC unroll 10
       for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
-        for (int j = 0; j < kWide; ++j) acc[m][part + j] = sums[m][j];
+        for (int j = 0; j < wide; ++j) acc[m][part + j] = sums[m][j];
     }
   }
 }
-#endif
 
 // sums += a[M][words] . panel. Never inlined: beside an `emit` the compiler keeps constants of that in
 // registers and the sums of this loop in memory, which a third of a step's products then wait for.
@@ -193,12 +195,12 @@ __attribute__((noinline)) void tile_sums(Lanes (*sums)[4], const Operand* a, std
                                          const Num* panel, std::int64_t words,
                                          const Num* ahead = nullptr) {
   Lanes acc[M][4];
-#pragma GCC unroll 6
+#pragma GCC unroll 10
   for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) acc[m][j] = sums[m][j];
   multiply<M, lines>(acc, a, stride, panel, words, ahead);
-#pragma GCC unroll 6
+#pragma GCC unroll 10
   for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) sums[m][j] = acc[m][j];
@@ -213,7 +215,7 @@ const Operand* operands(const From* a, std::int64_t& stride, std::int64_t rows, 
   if constexpr (std::is_same_v<From, Operand>) {
     return a;
   } else {
-    static thread_local Operand space[kTile][kDeep * kPerWord];
+    static thread_local Operand space[kTallTile][kDeep * kPerWord];
     for (std::int64_t row = 0; row < rows; ++row)
       for (std::int64_t i = 0; i < words * kPerWord; i += 16)
         store16(space[row] + i, load16(a + row * stride + i, mask_of(words * kPerWord - i)));
@@ -222,14 +224,25 @@ const Operand* operands(const From* a, std::int64_t& stride, std::int64_t rows, 
   }
 }
 
+// A panel is read in order. AMD's CPUs foresee that better than requests can say; Intel's stop at the end of each page
+// (bench/engine).
+const bool is_told_what_comes = (__builtin_cpu_init(), __builtin_cpu_is("intel"));
+
 template <int M>
-inline void product_tile(Lanes (*sums)[4], const Num* a, std::int64_t stride, const Num* panel, std::int64_t words,
-                         const Num* ahead) {
+void product_tile(Lanes (*sums)[4], const Num* a, std::int64_t stride, const Num* panel, std::int64_t words,
+                  const Num* ahead) {
   const Operand* rows = operands(a, stride, M, words);
   if (ahead)
     tile_sums<M, kLinesAhead>(sums, rows, stride, panel, words, ahead);
+  else if (kWide<M> == 4 && is_told_what_comes)
+    tile_sums<M, kLinesAWord>(sums, rows, stride, panel, words, panel + kStretch * kLinesAWord * kLine);
   else
     tile_sums<M>(sums, rows, stride, panel, words);
+}
+
+template <int... before>  // 0, 1, ...: how many rows less one
+constexpr auto tile_products(std::integer_sequence<int, before...>) {
+  return std::array{&product_tile<before + 1>...};
 }
 
 // emit(row, Lanes[4]) for up to 96 rows [begin, end) of a . panel. Rows are cut into tiles of about equal size, k into
@@ -240,6 +253,8 @@ template <class Emit>
 void product(const Num* a, std::int64_t stride, const Num* panel, std::int64_t words,
              std::int64_t begin, std::int64_t end, const Num* next, Emit emit) {
   static thread_local Lanes all[kRowsPerPiece][4];
+  static constexpr auto products = tile_products(std::make_integer_sequence<int, kTallTile>());
+  const std::int64_t most = end - begin <= kFewRows ? kTallTile : kTile;
   for (std::int64_t from = 0; from < words; from += kDeep) {
     const std::int64_t count = std::min(kDeep, words - from);
     const Num* weights = panel + from * kPerWord * kPanel;
@@ -247,7 +262,7 @@ void product(const Num* a, std::int64_t stride, const Num* panel, std::int64_t w
     const Num* coming = is_last ? next : weights + count * kPerWord * kPanel;
     const std::int64_t wanted = std::min(kDeep, is_last ? words : words - from - count);
     const Num* const coming_end = coming ? coming + wanted * kLinesAWord * kLine : nullptr;
-    std::int64_t left = (end - begin + kTile - 1) / kTile;
+    std::int64_t left = (end - begin + most - 1) / most;
     for (std::int64_t row = begin; row < end; --left) {
       const std::int64_t size = (end - row + left - 1) / left;
       const Num* rows = a + row * stride + from * kPerWord;
@@ -256,14 +271,7 @@ void product(const Num* a, std::int64_t stride, const Num* panel, std::int64_t w
       if (from == 0)
         for (std::int64_t m = 0; m < size; ++m)
           for (int j = 0; j < 4; ++j) sums[m][j] = zeros();
-      switch (size) {
-        case 1: product_tile<1>(sums, rows, stride, weights, count, ahead); break;
-        case 2: product_tile<2>(sums, rows, stride, weights, count, ahead); break;
-        case 3: product_tile<3>(sums, rows, stride, weights, count, ahead); break;
-        case 4: product_tile<4>(sums, rows, stride, weights, count, ahead); break;
-        case 5: product_tile<5>(sums, rows, stride, weights, count, ahead); break;
-        default: product_tile<6>(sums, rows, stride, weights, count, ahead); break;
-      }
+      products[size - 1](sums, rows, stride, weights, count, ahead);
       if (ahead) coming += count * kLinesAhead * kLine;
       if (is_last)
         for (std::int64_t m = 0; m < size; ++m) emit(row + m, sums[m]);
@@ -272,30 +280,7 @@ void product(const Num* a, std::int64_t stride, const Num* panel, std::int64_t w
   }
 }
 
-// --- a team of threads -------------------------------------------------------------------------------
-
-// Threads take pieces of a phase as they come free: one that lost its core delays one piece, not all.
-struct Phases {
-  static constexpr int kMax = 1024;
-  std::atomic<std::int64_t> next[kMax];
-  explicit Phases(int count) {
-    for (int i = 0; i < count; ++i) next[i].store(0, std::memory_order_relaxed);
-  }
-};
-
-struct Team {
-  Phases& phases;
-  int size;
-  int phase = 0;
-
-  // Run piece(i) for i in [0, count) and wait for all threads.
-  template <class Piece>
-  void run(std::int64_t count, Piece piece) {
-    std::atomic<std::int64_t>& next = phases.next[phase++];
-    for (std::int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) piece(i);
-#pragma omp barrier
-  }
-};
+// --- matrices ---------------------------------------------------------------------------------------
 
 // out = a . weights; emit(row, panel, Lanes[4]).
 template <class Emit>
@@ -599,8 +584,6 @@ struct Buffers {
   }
 };
 
-constexpr int kFirstPhases = 3, kSecondPhases = 5;
-
 // Norm, q, k, v, rotary embedding, and the KV of this step's tokens into the pool.
 void first_half(Team& team, const Model& model, const Layer& layer, const Batch& batch, const Buffers& to) {
   norm_rows(team, model, batch.x, layer.input_norm, batch.num_tokens, to.normed);
@@ -680,22 +663,6 @@ void second_half(Team& team, const Model& model, const Layer& layer, const Batch
   linear_residual(team, layer.down, to.act, batch.num_tokens, batch.x);
 }
 
-template <class Work>
-void in_team(const Model& model, int num_phases, Work work) {
-  static thread_local Phases* phases = new Phases(Phases::kMax);
-  for (int i = 0; i < num_phases; ++i) phases->next[i].store(0, std::memory_order_relaxed);
-  Phases& shared = *phases;
-#pragma omp parallel num_threads(int(model.threads))
-  {
-    // As VDPBF16PS has it: what is too small for a normal number is zero, read or written (DAZ, FTZ).
-    const unsigned before = _mm_getcsr();
-    _mm_setcsr(before | 0x8040);
-    Team team{shared, omp_get_num_threads()};
-    work(team);
-    _mm_setcsr(before);
-  }
-}
-
 void embed(const Model& model, const Batch& batch) {
   for (std::int64_t t = 0; t < batch.num_tokens; ++t)
     std::memcpy(batch.x + t * model.hidden, model.embedding + batch.token_ids[t] * model.hidden,
@@ -733,8 +700,8 @@ void pack_rows(const Num* rows, std::int64_t column, std::int64_t count, std::in
   }
 }
 
-void pack_piece(PackJob& job, std::int64_t begin, std::int64_t rows, std::vector<Num>& read) {
-  if (!job.matrix) read.resize(kPackRows * job.k);
+void pack_piece(PackJob& job, std::int64_t begin, std::int64_t rows) {
+  std::vector<Num> read(job.matrix ? 0 : kPackRows * job.k);
   for (std::int64_t row = begin; row < begin + rows; row += kPackRows) {
     const std::int64_t count = std::min<std::int64_t>(kPackRows, begin + rows - row);
     const Num* from = job.matrix ? job.matrix + row * job.k : read.data();
@@ -742,8 +709,7 @@ void pack_piece(PackJob& job, std::int64_t begin, std::int64_t rows, std::vector
       const std::int64_t row_bytes = job.k * std::int64_t(sizeof(Num));
       const auto error = read_all(job, job.position + row * row_bytes, read.data(), count * row_bytes);
       if (error) {
-#pragma omp atomic write
-        job.error = error;  // any thread's will do
+        __atomic_store_n(&job.error, error, __ATOMIC_RELAXED);  // any thread's will do
         return;
       }
     }
@@ -777,32 +743,21 @@ EXPORT int pd_check(const Model* model, const Batch* batch) {
 EXPORT void pd_embed(const Model* model, const Batch* batch) { embed(*model, *batch); }
 
 EXPORT void pd_first_half(const Model* model, const Batch* batch, std::int64_t layer) {
-  in_team(*model, kFirstPhases, [&](Team& team) {
-    first_half(team, *model, model->layers[layer], *batch, Buffers(*model, *batch));
-  });
+  const TinyIsZero meanwhile;
+  first_half(Team::of_this_thread(model->threads), *model, model->layers[layer], *batch, Buffers(*model, *batch));
 }
 
 EXPORT void pd_second_half(const Model* model, const Batch* batch, std::int64_t layer) {
-  in_team(*model, kSecondPhases, [&](Team& team) {
-    second_half(team, *model, model->layers[layer], *batch, Buffers(*model, *batch));
-  });
+  const TinyIsZero meanwhile;
+  second_half(Team::of_this_thread(model->threads), *model, model->layers[layer], *batch, Buffers(*model, *batch));
 }
 
 // All layers in one go, where nobody waits for a layer's KV.
 EXPORT void pd_forward(const Model* model, const Batch* batch) {
   embed(*model, *batch);
-  constexpr int kPerLayer = kFirstPhases + kSecondPhases;
-  // Each phase of a team has a counter of its own: as many layers a team as there are counters for.
-  constexpr std::int64_t kAtOnce = Phases::kMax / kPerLayer;
-  for (std::int64_t first = 0; first < model->num_layers; first += kAtOnce) {
-    const std::int64_t last = std::min(first + kAtOnce, model->num_layers);
-    in_team(*model, int(last - first) * kPerLayer, [&](Team& team) {
-      const Buffers to(*model, *batch);
-      for (std::int64_t i = first; i < last; ++i) {
-        first_half(team, *model, model->layers[i], *batch, to);
-        second_half(team, *model, model->layers[i], *batch, to);
-      }
-    });
+  for (std::int64_t layer = 0; layer < model->num_layers; ++layer) {
+    pd_first_half(model, batch, layer);
+    pd_second_half(model, batch, layer);
   }
 }
 
@@ -827,50 +782,47 @@ void find_best(const Head& of, std::int64_t row, std::int64_t n) {
 
 // Logits of hidden states [count][hidden], rounded to Num as transformers does.
 EXPORT void pd_logits(const Model* model, const Num* hidden, const Head* to) {
-  in_team(*model, 3, [&](Team& team) {
-    norm_rows(team, *model, hidden, model->norm, to->count, to->normed);
-    const Linear& head = model->head;
-    linear(team, head, to->normed, to->count, [&](std::int64_t row, std::int64_t panel, Lanes (&acc)[4]) {
-      add_bias(head, panel, acc);
-      for (int j = 0; j < 4; ++j) {
-        const std::int64_t column = panel * kPanel + 16 * j;
-        store16(to->logits + row * head.n + column, rounded(acc[j]), mask_of(head.n - column));
-      }
-    });
-    team.run(to->count, [&](std::int64_t row) { find_best(*to, row, head.n); });
+  const TinyIsZero meanwhile;
+  Team& team = Team::of_this_thread(model->threads);
+  const Linear& head = model->head;
+  norm_rows(team, *model, hidden, model->norm, to->count, to->normed);
+  linear(team, head, to->normed, to->count, [&](std::int64_t row, std::int64_t panel, Lanes (&acc)[4]) {
+    add_bias(head, panel, acc);
+    for (int j = 0; j < 4; ++j) {
+      const std::int64_t column = panel * kPanel + 16 * j;
+      store16(to->logits + row * head.n + column, rounded(acc[j]), mask_of(head.n - column));
+    }
   });
+  team.run(to->count, [&](std::int64_t row) { find_best(*to, row, head.n); });
 }
 
 // Leave each row of logits the tokens that it may choose, and find the best anew. allowed: [count], a
 // bit a token and 16 a word, or null = all.
 EXPORT void pd_deny(const Model* model, const Head* of, const std::uint16_t* const* allowed) {
+  const TinyIsZero meanwhile;
   const std::int64_t n = model->head.n;
   const Lanes never = spread(-INFINITY);
-  in_team(*model, 1, [&](Team& team) {
-    team.run(of->count, [&](std::int64_t row) {
-      for (std::int64_t i = 0; allowed[row] && i < n; i += 16) {
-        const Mask denied = mask_of(n - i) & Mask(~allowed[row][i / 16]);
-        store16(of->logits + row * n + i, never, denied);
-      }
-      find_best(*of, row, n);
-    });
+  Team::of_this_thread(model->threads).run(of->count, [&](std::int64_t row) {
+    for (std::int64_t i = 0; allowed[row] && i < n; i += 16) {
+      const Mask denied = mask_of(n - i) & Mask(~allowed[row][i / 16]);
+      store16(of->logits + row * n + i, never, denied);
+    }
+    find_best(*of, row, n);
   });
 }
 
 // out [count][n] = in [count][k] . weights: one matrix alone, for measurements and tests.
 EXPORT void pd_linear(const Linear* weights, const Num* in, std::int64_t count, Num* out, std::int64_t threads) {
-  Model model{};
-  model.threads = threads;
-  in_team(model, 1, [&](Team& team) {
-    linear(team, *weights, in, count, [&](std::int64_t row, std::int64_t panel, Lanes (&acc)[4]) {
-      add_bias(*weights, panel, acc);
-      store_panel(*weights, panel, acc, out + row * weights->n);
-    });
+  const TinyIsZero meanwhile;
+  Team& team = Team::of_this_thread(threads);
+  linear(team, *weights, in, count, [&](std::int64_t row, std::int64_t panel, Lanes (&acc)[4]) {
+    add_bias(*weights, panel, acc);
+    store_panel(*weights, panel, acc, out + row * weights->n);
   });
 }
 
 // Put matrices into panels. All threads take pieces of all of them, of about a huge page: two that wrote
-// into one page at once would both clear it, and with a barrier at each matrix every one would wait for the slower
+// into one page at once would both clear it, and with a wait at each matrix every one would wait for the slower
 // thread (a virtual machine's host may stall either for milliseconds when it gives memory; bench/startup).
 EXPORT void pd_pack(PackJob* jobs, std::int64_t count, std::int64_t threads) {
   struct Piece {
@@ -884,10 +836,7 @@ EXPORT void pd_pack(PackJob* jobs, std::int64_t count, std::int64_t threads) {
     for (std::int64_t begin = 0; begin < job->rows; begin += rows)
       pieces.push_back({job, begin, std::min(rows, job->rows - begin)});
   }
-#pragma omp parallel num_threads(int(threads))
-  {
-    std::vector<Num> read;
-#pragma omp for schedule(dynamic)
-    for (std::size_t i = 0; i < pieces.size(); ++i) pack_piece(*pieces[i].job, pieces[i].begin, pieces[i].rows, read);
-  }
+  Team::of_this_thread(threads).run(std::int64_t(pieces.size()), [&](std::int64_t i) {
+    pack_piece(*pieces[i].job, pieces[i].begin, pieces[i].rows);
+  });
 }

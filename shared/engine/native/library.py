@@ -107,7 +107,6 @@ class Library:
         self.dtype = dtype
         self.instructions = instructions
         self.shortfall = ""
-        # After torch, whose OpenMP runtime is then shared: one team of threads, not two.
         handle = self._handle = ctypes.CDLL(path)
         self.max_head_dim = int(handle.pd_max_head_dim())
         self.max_group = int(handle.pd_max_group())

@@ -313,7 +313,7 @@ async def test_finished_work_holds_nothing() -> None:
 
 
 async def test_who_loads_leaves_no_thread_behind() -> None:
-    """A thread that has computed keeps its team of OpenMP's for as long as it lives."""
+    """A thread that has computed keeps its team for as long as it lives."""
     seen: list[threading.Thread] = []
 
     def load() -> int:
