@@ -317,8 +317,7 @@ class WorkerConfig(ServiceConfig):
 
     engine: Annotated[str, OneOf("torch", "vllm", "fake", own="package.module:load")] = "torch"
     """torch: our own, for four families; vllm: all that vLLM computes by attention (docs/vllm.md);
-    fake: exact and deterministic without weights, for tests and for trying things out; or
-    package.module:load, one of your own (docs/add-an-engine.md)."""
+    fake: exact, without weights, for tests and for trying things out; or package.module:load."""
 
     vllm_args: str = ""
     """vLLM's own arguments, for what is no setting here: key=value with spaces between them, as
@@ -334,10 +333,11 @@ class WorkerConfig(ServiceConfig):
     threads: Annotated[int, Between(0, 1024)] = 0
     """CPU threads of the engine; 0 = as many as cores, shared among the local workers."""
 
-    kernels: Annotated[str, OneOf("auto", "native", "avx512", "avx2", "triton", "torch")] = "auto"
-    """native (CPU: bfloat16 and float32 by the best of AVX-512 BF16, AVX-512 and AVX2, compiled at
-    first use; avx512, avx2: by those, the same bits), triton (CUDA), torch, or auto: native or
-    triton where they run."""
+    kernels: Annotated[
+        str, OneOf("auto", "native", "amx", "avx512-bf16", "avx512", "avx2", "triton", "torch")
+    ] = "auto"
+    """native (a CPU's quickest instructions, or those that are named: all give the same bits but
+    amx; docs/operations.md), triton (CUDA), torch, or auto: native or triton where they run."""
 
     exact: bool = False
     """No answer depends on what it is computed with, or the worker does not start: on a GPU by

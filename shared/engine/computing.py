@@ -20,7 +20,7 @@ from shared.kv.layout import KvLayout
 
 _log = structlog.get_logger(__name__)
 
-Kernels = Literal["native", "avx512", "avx2", "triton", "torch"]
+Kernels = Literal["native", "amx", "avx512-bf16", "avx512", "avx2", "triton", "torch"]
 
 
 def keep_precision() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -35,7 +36,7 @@ from shared.engine.models.decoder import load_decoder, with_own_head
 from shared.engine.models.layers import LayerOps
 from shared.engine.models.registry import read_model_config
 from shared.engine.models.weights import Checkpoint
-from shared.engine.native.build import NATIVE
+from shared.engine.native.build import NATIVE, OWN_BITS
 from shared.engine.native.forward import NativeForward
 from shared.engine.sampling import sampler
 from shared.engine.sampling.guides import Guides, Masks
@@ -135,8 +136,8 @@ class TorchEngine(DeviceEngine):
         CPU; weights, activations and KV all use it. num_blocks or kv_bytes: size of the pool;
         neither = 1 GiB on CPU, on CUDA what ``memory_needs`` (its defaults, if None) leave.
         num_threads: torch's, for the whole process. exact: no answer depends on its batch or
-        chunks, or there is no engine (see ``choose``). kernels: ``native`` (native/; ``avx512``,
-        ``avx2``: by those instructions), ``triton`` (attention/triton.py, triton_layers.py),
+        chunks, or there is no engine (see ``choose``). kernels: ``native`` (native/; ``amx``,
+        ``avx512-bf16``, ``avx512``, ``avx2``: by those instructions), ``triton`` (attention/triton.py, triton_layers.py),
         ``torch``, or ``auto``: native or triton where they run. max_graph_rows: record decode steps
         of up to so many rows and replay them (decode_buckets.py) where the kernels allow it; 0 =
         none.
@@ -187,6 +188,8 @@ class TorchEngine(DeviceEngine):
                     config, checkpoint, kv, max_model_len=length, instructions=asked
                 )
                 said = f"native, {forward.instructions}"
+                if forward.instructions in OWN_BITS:
+                    spec = replace(spec, engine=f"{spec.engine} {forward.instructions}")
                 return cls(
                     forward, spec, kv, streams=streams, device=place, kernels=said, guides=guides
                 )

@@ -86,8 +86,8 @@ class PairRules:
         raise IncompatiblePeer(
             f"the partner computes with {peer or 'an engine without a name'}, this worker with "
             f"{own}: they round differently, so that answers in 16 bits depend on who computes "
-            "them. Start both with one --engine of one release, or say --allow-mixed-engines on "
-            "the gateway and on all workers",
+            "them. Start both with one --engine of one release (and without AMX here or there: "
+            "--kernels avx512), or say --allow-mixed-engines on the gateway and on all workers",
             code="mixed_engines",
         )
 

@@ -41,6 +41,7 @@ LENGTH = 150
 
 WAYS = {
     "bfloat16": ("bfloat16", "native"),
+    "bfloat16 avx512-bf16": ("bfloat16", "avx512-bf16"),
     "bfloat16 avx512": ("bfloat16", "avx512"),
     "bfloat16 avx2": ("bfloat16", "avx2"),
     "float32": ("float32", "native"),
@@ -144,12 +145,13 @@ def test_same_bits_on_any_cpu(dtype: str, shape: str, folder_of: Callable[..., P
     unequal machines give the same answers."""
     tokens, table = prompt_of(shape, 70), list(range(5))
     states, logits, keys = [], [], []
-    for name in build.INSTRUCTIONS:
-        if build.unsupported(name) or (dtype == "float32" and name == "avx512-bf16"):
-            continue
-        kernels = name if name in build.NATIVE else "native"
-        engine = TorchEngine.load(folder_of(shape, dtype=dtype), num_blocks=5, kernels=kernels)
+    for name in build.usable_instructions(dtype):
+        engine = TorchEngine.load(folder_of(shape, dtype=dtype), num_blocks=5, kernels=name)
         assert engine.machine["kernels"] == f"native, {name}"
+        has_own_bits = name in build.OWN_BITS
+        assert engine.spec.engine == ("torch amx" if has_own_bits else "torch")
+        if has_own_bits:
+            continue
         states.append(hidden_of(engine, tokens, [], table))
         with torch.inference_mode():
             logits.append(engine.forward.logits(states[-1]).clone())
@@ -191,15 +193,36 @@ def test_a_product_is_that_of_torch(count: int, rows: int, k: int) -> None:
     got = {
         (dtype, name): library.load(dtype, name).product(matrix.to(dtype))(x.to(dtype))
         for dtype in (torch.bfloat16, torch.float32)
-        for name in build.INSTRUCTIONS
-        if not build.unsupported(name)
+        for name in build.usable_instructions(str(dtype).removeprefix("torch."))
     }
     assert got or pytest.skip("no native kernels")
-    for (dtype, _), product in got.items():
+    for (dtype, name), product in got.items():
         # One rounding to bfloat16 of a float32 sum; or the sum.
         rounding = 2**-8 if dtype == torch.bfloat16 else 0
         assert torch.allclose(product.double(), want, rtol=rounding, atol=1e-4 * k**0.5)
-        assert torch.equal(product, got[dtype, "avx2"])
+        same = as_amx_adds(x, matrix) if name in build.OWN_BITS else got[dtype, "avx2"]
+        assert torch.equal(product, same)
+
+
+def as_amx_adds(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """``x @ matrix.T`` as Intel's manual has TDPBF16PS: of each 32 numbers the even products in one
+    chain, the odd ones in another, then both, then that to the sum. Inputs and results that are
+    too small for a normal number are zero."""
+
+    def flushed(values: torch.Tensor) -> torch.Tensor:
+        return torch.where(values.abs() < 2.0**-126, torch.zeros_like(values), values)
+
+    count, k = x.shape
+    left, right = flushed(x.float()), flushed(matrix.float())
+    total = torch.zeros(count, matrix.shape[0])
+    for start in range(0, k, 32):
+        chains = torch.zeros(2, *total.shape)
+        for at in range(start, min(start + 32, k)):
+            # Exact, so that this is one rounding, as a fused multiply-add has it.
+            exact = left[:, at, None] * right[None, :, at]
+            chains[at % 2] = flushed(chains[at % 2] + exact)
+        total = flushed(total + flushed(chains[0] + chains[1]))
+    return total.to(torch.bfloat16)
 
 
 def test_helpers_end_with_the_thread_that_they_help(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@
 There is a build for each kind of numbers and each of ``INSTRUCTIONS``. A file's name holds a digest
 of source and flags, so an old build is never used for new code, and its end one of what is before,
 so a damaged one is not used either: to load half a library ends the process. Nothing is tuned to
-the machine it was made on, and all of them compute the same bits. Raises ``Unavailable`` with the
+the machine it was made on, and all but ``OWN_BITS`` compute the same bits. Raises ``Unavailable`` with the
 reason where the kernels cannot be had; the engine then computes the same in torch.
 """
 
@@ -31,16 +31,24 @@ from pathlib import Path
 from shared.cache_folder import cache_folder
 
 HERE = Path(__file__).parent
-SOURCES = (HERE / "kernels.cpp", HERE / "lanes.h", HERE / "team.h")
+SOURCES = (HERE / "kernels.cpp", HERE / "lanes.h", HERE / "team.h", HERE / "amx.h")
+
+_AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "fma")
 
 INSTRUCTIONS = {
-    "avx512-bf16": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "fma"),
-    "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"),
+    "amx": (*_AVX512, "avx512_bf16", "amx_tile", "amx_bf16"),
+    "avx512-bf16": (*_AVX512, "avx512_bf16"),
+    "avx512": _AVX512,
     "avx2": ("avx2", "fma"),
 }
 """What a CPU must have (as Linux calls it), the quickest first."""
 
-NATIVE = ("native", "avx512", "avx2")
+_BFLOAT16_ALONE = ("amx", "avx512-bf16")
+
+OWN_BITS = ("amx",)
+"""Those that add in an order of their own. All others compute the same bits."""
+
+NATIVE = ("native", *INSTRUCTIONS)
 """Settings of ``--kernels`` that mean these kernels: by the quickest instructions here, or by what
 is named."""
 
@@ -64,7 +72,8 @@ class Unavailable(Exception):
 
 
 class NotMade(Unavailable):
-    """The compiler does not make these; it may make those of lesser instructions."""
+    """The compiler does not make these, or Linux does not grant what they compute with; those of
+    lesser instructions may be had."""
 
 
 class NoPlace(Unavailable):
@@ -83,8 +92,8 @@ def usable_instructions(numbers: str) -> list[str]:
 
 
 def _helpful(numbers: str) -> list[str]:
-    """Return all that help with such numbers: the first multiplies bfloat16 alone."""
-    return list(INSTRUCTIONS)[numbers == "float32" :]
+    """Return all that help with such numbers."""
+    return [it for it in INSTRUCTIONS if numbers == "bfloat16" or it not in _BFLOAT16_ALONE]
 
 
 def find_compiled(numbers: str, instructions: str) -> Iterator[Path]:
@@ -212,7 +221,8 @@ def _compiler() -> list[str]:
 
 
 def _options(numbers: str, instructions: str) -> list[str]:
-    needed = (f"-m{flag.replace('_', '')}" for flag in INSTRUCTIONS[instructions])
+    names = {"avx512_bf16": "avx512bf16", "amx_tile": "amx-tile", "amx_bf16": "amx-bf16"}
+    needed = (f"-m{names.get(flag, flag)}" for flag in INSTRUCTIONS[instructions])
     return [*_COMPILE, *needed, *NUMBERS[numbers]]
 
 

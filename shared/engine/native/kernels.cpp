@@ -9,7 +9,7 @@
 // * Every output element is one chain of multiply-adds over k in one order, whatever the batch;
 //   attention walks key tiles of 64 at absolute positions, whatever the chunk. So results are the same
 //   bits for any batch size, chunking, number of threads and place in the batch.
-// * They are the same bits on every CPU, too. VDPBF16PS multiplies pairs of bfloat16 and adds the odd product, then
+// * They are the same bits on every CPU, too, but where AMX multiplies (amx.h). VDPBF16PS multiplies pairs of bfloat16 and adds the odd product, then
 //   the even one, flushing what is too small; where a CPU lacks it, numbers are widened and the same is added in the same
 //   order (a product of two bfloat16 is exact in float32).
 // * Norms, rotary embedding, SiLU and residuals happen on the way; no temporary leaves the caches.
@@ -29,6 +29,9 @@
 #include <utility>
 #include <vector>
 
+#ifdef __AMX_BF16__
+#include "amx.h"
+#endif
 #include "lanes.h"
 #include "team.h"
 
@@ -109,9 +112,6 @@ struct Head {
   float* logits;       // [count][vocab]
   std::int64_t* best;  // [count]: the first most likely token of each
 };
-
-// Bring a line into L2. Not _mm_prefetch: GCC drops a loop that does nothing else.
-inline void fetch(const void* p) { asm volatile("prefetcht1 %0" ::"m"(*(const char*)p)); }
 
 // --- the register tile -------------------------------------------------------------------------------
 
@@ -224,12 +224,26 @@ const Operand* operands(const From* a, std::int64_t& stride, std::int64_t rows, 
   }
 }
 
+// sums[row][columns] += a[rows][words] . panel for the rows of one tile; `ahead`, if any, is asked for meanwhile.
+#ifdef __AMX_BF16__
+std::int64_t most_tile_rows(std::int64_t) { return kAmxRows; }
+
+void tile_product(Lanes (*sums)[4], const Num* a, std::int64_t stride, const Num* panel, std::int64_t words,
+                  std::int64_t rows, const Num* ahead) {
+  if (ahead)
+    amx_sums<kLinesAhead>(sums, a, stride, panel, words, rows, ahead);
+  else
+    amx_sums<kLinesAWord>(sums, a, stride, panel, words, rows, panel + kStretch * kLinesAWord * kLine);
+}
+#else
+std::int64_t most_tile_rows(std::int64_t rows) { return rows <= kFewRows ? kTallTile : kTile; }
+
 // A panel is read in order. AMD's CPUs foresee that better than requests can say; Intel's stop at the end of each page
 // (bench/engine).
 const bool is_told_what_comes = (__builtin_cpu_init(), __builtin_cpu_is("intel"));
 
 template <int M>
-void product_tile(Lanes (*sums)[4], const Num* a, std::int64_t stride, const Num* panel, std::int64_t words,
+void product_of(Lanes (*sums)[4], const Num* a, std::int64_t stride, const Num* panel, std::int64_t words,
                   const Num* ahead) {
   const Operand* rows = operands(a, stride, M, words);
   if (ahead)
@@ -241,9 +255,16 @@ void product_tile(Lanes (*sums)[4], const Num* a, std::int64_t stride, const Num
 }
 
 template <int... before>  // 0, 1, ...: how many rows less one
-constexpr auto tile_products(std::integer_sequence<int, before...>) {
-  return std::array{&product_tile<before + 1>...};
+constexpr auto products_of(std::integer_sequence<int, before...>) {
+  return std::array{&product_of<before + 1>...};
 }
+
+void tile_product(Lanes (*sums)[4], const Num* a, std::int64_t stride, const Num* panel, std::int64_t words,
+                  std::int64_t rows, const Num* ahead) {
+  static constexpr auto products = products_of(std::make_integer_sequence<int, kTallTile>());
+  products[rows - 1](sums, a, stride, panel, words, ahead);
+}
+#endif
 
 // emit(row, Lanes[4]) for up to 96 rows [begin, end) of a . panel. Rows are cut into tiles of about equal size, k into
 // stretches of which L2 holds a panel's part while all rows pass.
@@ -253,8 +274,7 @@ template <class Emit>
 void product(const Num* a, std::int64_t stride, const Num* panel, std::int64_t words,
              std::int64_t begin, std::int64_t end, const Num* next, Emit emit) {
   static thread_local Lanes all[kRowsPerPiece][4];
-  static constexpr auto products = tile_products(std::make_integer_sequence<int, kTallTile>());
-  const std::int64_t most = end - begin <= kFewRows ? kTallTile : kTile;
+  const std::int64_t most = most_tile_rows(end - begin);
   for (std::int64_t from = 0; from < words; from += kDeep) {
     const std::int64_t count = std::min(kDeep, words - from);
     const Num* weights = panel + from * kPerWord * kPanel;
@@ -271,7 +291,7 @@ void product(const Num* a, std::int64_t stride, const Num* panel, std::int64_t w
       if (from == 0)
         for (std::int64_t m = 0; m < size; ++m)
           for (int j = 0; j < 4; ++j) sums[m][j] = zeros();
-      products[size - 1](sums, rows, stride, weights, count, ahead);
+      tile_product(sums, rows, stride, weights, count, size, ahead);
       if (ahead) coming += count * kLinesAhead * kLine;
       if (is_last)
         for (std::int64_t m = 0; m < size; ++m) emit(row + m, sums[m]);
@@ -720,6 +740,15 @@ void pack_piece(PackJob& job, std::int64_t begin, std::int64_t rows) {
 }  // namespace
 
 // --- the entries -------------------------------------------------------------------------------------
+
+// Whether what is computed with is granted to this process: 0, or an errno.
+EXPORT int pd_prepare() {
+#ifdef __AMX_BF16__
+  return grant_tiles();
+#else
+  return 0;
+#endif
+}
 
 EXPORT std::int64_t pd_max_head_dim() { return kMaxHeadDim; }
 EXPORT std::int64_t pd_max_group() { return kMaxRows; }

@@ -101,13 +101,15 @@ class HeadStruct(Structure):
 
 class Library:
     """The kernels for numbers of one kind, loaded. instructions: see ``build``. shortfall: what
-    could be better about them, '' if nothing."""
+    could be better about them, '' if nothing. Raises OSError, build.NotMade."""
 
     def __init__(self, path: str, dtype: torch.dtype, instructions: str) -> None:
         self.dtype = dtype
         self.instructions = instructions
         self.shortfall = ""
         handle = self._handle = ctypes.CDLL(path)
+        if error := handle.pd_prepare():
+            raise build.NotMade(f"Linux grants no {instructions} registers: {os.strerror(error)}")
         self.max_head_dim = int(handle.pd_max_head_dim())
         self.max_group = int(handle.pd_max_group())
         for name in (
