@@ -136,11 +136,11 @@ class TorchEngine(DeviceEngine):
         CPU; weights, activations and KV all use it. num_blocks or kv_bytes: size of the pool;
         neither = 1 GiB on CPU, on CUDA what ``memory_needs`` (its defaults, if None) leave.
         num_threads: torch's, for the whole process. exact: no answer depends on its batch or
-        chunks, or there is no engine (see ``choose``). kernels: ``native`` (native/; ``amx``,
-        ``avx512-bf16``, ``avx512``, ``avx2``: by those instructions), ``triton`` (attention/triton.py, triton_layers.py),
-        ``torch``, or ``auto``: native or triton where they run. max_graph_rows: record decode steps
-        of up to so many rows and replay them (decode_buckets.py) where the kernels allow it; 0 =
-        none.
+        chunks, or there is no engine (see ``choose``). kernels: ``native`` (native/; or by
+        the instructions that are named, see ``build``), ``triton`` (attention/triton.py,
+        triton_layers.py), ``torch``, or ``auto``: native or triton where they run. max_graph_rows:
+        record decode steps of up to so many rows and replay them (decode_buckets.py) where the
+        kernels allow it; 0 = none.
         Raises ModelError: the folder is missing, unsupported or damaged, or an argument does not
         fit it. Raises EngineFailed: the device is missing or too small.
         """

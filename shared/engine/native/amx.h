@@ -25,6 +25,9 @@ inline int grant_tiles() {
   return syscall(SYS_arch_prctl, kRequest, kTileData) ? errno : 0;
 }
 
+// GCC's intrinsics do not say what memory they read: what was written before must not be left for later.
+inline void write_now() { asm volatile("" ::: "memory"); }
+
 // What the eight registers hold, as LDTILECFG takes it: 0 to 3 sums [rows][16], 4 numbers [rows][words] of the tokens,
 // 5 to 7 weights [words][16 columns].
 class AmxRegisters {
@@ -39,42 +42,43 @@ class AmxRegisters {
       shapes.bytes[i] = std::uint16_t(i == 4 ? 4 * words : 64);
       shapes.rows[i] = std::uint8_t(i <= 4 ? rows : words);
     }
+    write_now();
     _tile_loadconfig(&shapes);
   }
   ~AmxRegisters() { _tile_release(); }
 };
 
-// sums [rows][64 columns] += a [rows][words] . panel, for up to 16 rows; meanwhile `lines` lines a word are asked for
-// from `ahead` on.
-template <int lines>
-void amx_sums(Lanes (*sums)[4], const Num* a, std::int64_t stride, const Num* panel, std::int64_t words,
-              std::int64_t rows, const Num* ahead) {
-  constexpr int kColumns = 64, kLineBytes = 64, kRowBytes = kColumns * 4;
+// sums [rows][64 columns] += a [rows][words] . panel, words in as many of one multiplication as the registers are set for;
+// strides are in bytes. Meanwhile `lines` lines a word are asked for from `ahead` on: four are those of the panel's own next
+// words, which are wanted soon.
+template <int lines = 0>
+void amx_multiply(void* sums, std::int64_t sums_stride, const Num* a, std::int64_t a_stride, const Num* panel,
+                  std::int64_t words, const char* ahead = nullptr) {
+  constexpr int kLineBytes = 64, kWordBytes = 64 * 4;
   char* const to = (char*)sums;
-  for (std::int64_t k = 0, upto; k < words; k = upto) {
-    // All that are whole, then the rest.
-    upto = words - k < kAmxWords ? words : words - words % kAmxWords;
-    const AmxRegisters set(rows, std::min<std::int64_t>(kAmxWords, words - k));
-    _tile_loadd(0, to, kRowBytes);
-    _tile_loadd(1, to + 64, kRowBytes);
-    _tile_loadd(2, to + 128, kRowBytes);
-    _tile_loadd(3, to + 192, kRowBytes);
-    for (; k < upto; k += kAmxWords) {
-      const char* weights = (const char*)(panel + k * kColumns * kPerWord);
-      for (int i = 0; i < lines * kAmxWords; ++i) fetch((const char*)ahead + (k * lines + i) * kLineBytes);
-      _tile_loadd(4, a + k * kPerWord, stride * std::int64_t(sizeof(Num)));
-      _tile_loadd(5, weights, kRowBytes);
-      _tile_dpbf16ps(0, 4, 5);
-      _tile_loadd(6, weights + 64, kRowBytes);
-      _tile_dpbf16ps(1, 4, 6);
-      _tile_loadd(7, weights + 128, kRowBytes);
-      _tile_dpbf16ps(2, 4, 7);
-      _tile_loadd(5, weights + 192, kRowBytes);
-      _tile_dpbf16ps(3, 4, 5);
+  write_now();
+  _tile_loadd(0, to, sums_stride);
+  _tile_loadd(1, to + 64, sums_stride);
+  _tile_loadd(2, to + 128, sums_stride);
+  _tile_loadd(3, to + 192, sums_stride);
+  for (std::int64_t k = 0; k < words; k += kAmxWords) {
+    const char* weights = (const char*)panel + k * kWordBytes;
+    for (int i = 0; i < lines * kAmxWords; ++i) {
+      const char* line = ahead + (k * lines + i) * kLineBytes;
+      lines == 4 ? fetch_near(line) : fetch(line);
     }
-    _tile_stored(0, to, kRowBytes);
-    _tile_stored(1, to + 64, kRowBytes);
-    _tile_stored(2, to + 128, kRowBytes);
-    _tile_stored(3, to + 192, kRowBytes);
+    _tile_loadd(4, a + k * kPerWord, a_stride);
+    _tile_loadd(5, weights, kWordBytes);
+    _tile_dpbf16ps(0, 4, 5);
+    _tile_loadd(6, weights + 64, kWordBytes);
+    _tile_dpbf16ps(1, 4, 6);
+    _tile_loadd(7, weights + 128, kWordBytes);
+    _tile_dpbf16ps(2, 4, 7);
+    _tile_loadd(5, weights + 192, kWordBytes);
+    _tile_dpbf16ps(3, 4, 5);
   }
+  _tile_stored(0, to, sums_stride);
+  _tile_stored(1, to + 64, sums_stride);
+  _tile_stored(2, to + 128, sums_stride);
+  _tile_stored(3, to + 192, sums_stride);
 }

@@ -6,8 +6,8 @@
 There is a build for each kind of numbers and each of ``INSTRUCTIONS``. A file's name holds a digest
 of source and flags, so an old build is never used for new code, and its end one of what is before,
 so a damaged one is not used either: to load half a library ends the process. Nothing is tuned to
-the machine it was made on, and all but ``OWN_BITS`` compute the same bits. Raises ``Unavailable`` with the
-reason where the kernels cannot be had; the engine then computes the same in torch.
+the machine it was made on, and all but ``OWN_BITS`` compute the same bits. Raises ``Unavailable``
+with the reason where the kernels cannot be had; the engine then computes the same in torch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _BFLOAT16_ALONE = ("amx", "avx512-bf16")
 OWN_BITS = ("amx",)
 """Those that add in an order of their own. All others compute the same bits."""
 
-NATIVE = ("native", *INSTRUCTIONS)
+NATIVE = ("native", "amx", "avx512-bf16", "avx512", "avx2")
 """Settings of ``--kernels`` that mean these kernels: by the quickest instructions here, or by what
 is named."""
 

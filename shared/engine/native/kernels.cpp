@@ -230,10 +230,21 @@ std::int64_t most_tile_rows(std::int64_t) { return kAmxRows; }
 
 void tile_product(Lanes (*sums)[4], const Num* a, std::int64_t stride, const Num* panel, std::int64_t words,
                   std::int64_t rows, const Num* ahead) {
-  if (ahead)
-    amx_sums<kLinesAhead>(sums, a, stride, panel, words, rows, ahead);
-  else
-    amx_sums<kLinesAWord>(sums, a, stride, panel, words, rows, panel + kStretch * kLinesAWord * kLine);
+  constexpr std::int64_t kBytes = sizeof sums[0];
+  stride *= sizeof(Num);
+  const std::int64_t whole = words / kAmxWords * kAmxWords;
+  if (whole) {
+    const AmxRegisters set(rows, kAmxWords);
+    const char* const stretch_after = (const char*)(panel + kStretch * kLinesAWord * kLine);
+    if (ahead)
+      amx_multiply<kLinesAhead>(sums, kBytes, a, stride, panel, whole, (const char*)ahead);
+    else
+      amx_multiply<kLinesAWord>(sums, kBytes, a, stride, panel, whole, stretch_after);
+  }
+  if (whole < words) {
+    const AmxRegisters set(rows, words - whole);
+    amx_multiply(sums, kBytes, a + whole * kPerWord, stride, panel + whole * kPerWord * kPanel, words - whole);
+  }
 }
 #else
 std::int64_t most_tile_rows(std::int64_t rows) { return rows <= kFewRows ? kTallTile : kTile; }
@@ -476,16 +487,60 @@ inline void keep(Operand* to, Lanes v) {
     store16(to, rounded(v));
 }
 
+// The two products of attention for the M query rows of a tile, and what must be set for both.
+#ifdef __AMX_BF16__
+constexpr int kQueryRows = kAmxRows;
+
+struct QueryTile : AmxRegisters {
+  explicit QueryTile(int rows) : AmxRegisters(rows, kAmxWords) {}
+};
+
+template <int M>
+void score(Lanes (&scores)[M][4], const Num* queries, std::int64_t padded, const Num* keys, std::int64_t words) {
+  amx_multiply(scores, sizeof scores[0], queries, padded * sizeof(Num), keys, words);
+}
+
+// All keys of the tile whatever is seen, for the zeros of a chunk that is walked or not would turn a sum of -0 into 0.
+template <int M>
+void weigh(float* out, std::int64_t padded, const Num* weights, const Num* values, std::int64_t) {
+  amx_multiply(out, padded * sizeof(float), weights, kPanel * sizeof(Num), values, kPanel / kPerWord);
+}
+#else
+constexpr int kQueryRows = kTile;
+
+struct QueryTile {
+  explicit QueryTile(int) {}
+};
+
+template <int M>
+void score(Lanes (&scores)[M][4], const Operand* queries, std::int64_t padded, const Num* keys, std::int64_t words) {
+  tile_sums<M>(scores, queries, padded, keys, words);
+}
+
+template <int M>
+inline void weigh(float* out, std::int64_t padded, const Operand* weights, const Num* values, std::int64_t words) {
+  Lanes acc[M][4];
+#pragma GCC unroll 6
+  for (int m = 0; m < M; ++m)
+    for (int j = 0; j < 4; ++j) acc[m][j] = load16(out + m * padded + 16 * j);
+  multiply<M>(acc, weights, kPanel, values, words);
+#pragma GCC unroll 6
+  for (int m = 0; m < M; ++m)
+    for (int j = 0; j < 4; ++j) store16(out + m * padded + 16 * j, acc[m][j]);
+}
+#endif
+
 // M query rows against one tile: scores, running softmax (Milakov and Gimelshein 2018), weighted values.
 // visible[m]: keys [from, to) of the tile that row m sees.
 template <int M>
 void attend_tile(const Model& model, Workspace& space, std::int64_t row, const std::int32_t (*visible)[2]) {
+  [[maybe_unused]] const QueryTile set(M);
   const std::int64_t dim = model.head_dim, panels = (dim + kPanel - 1) / kPanel, padded = panels * kPanel;
   alignas(64) Operand weights[M][kPanel];
   Lanes scores[M][4];
   for (int m = 0; m < M; ++m)
     for (int j = 0; j < 4; ++j) scores[m][j] = zeros();
-  tile_sums<M>(scores, space.queries + row * padded, padded, space.keys, dim / kPerWord);
+  score(scores, space.queries + row * padded, padded, space.keys, dim / kPerWord);
   const Lanes scale = spread(float(model.scale)), never = spread(-INFINITY);
 #pragma GCC unroll 1
   for (int m = 0; m < M; ++m) {
@@ -520,23 +575,21 @@ void attend_tile(const Model& model, Workspace& space, std::int64_t row, const s
   }
   std::int32_t seen = 0;  // keys of the tile that any of the rows sees: the others weigh nothing
   for (int m = 0; m < M; ++m) seen = std::max(seen, visible[m][1]);
-  for (std::int64_t panel = 0; panel < panels; ++panel) {
-    float* out = space.out + row * padded + panel * kPanel;
-    Lanes acc[M][4];
-#pragma GCC unroll 6
-    for (int m = 0; m < M; ++m)
-      for (int j = 0; j < 4; ++j) acc[m][j] = load16(out + m * padded + 16 * j);
-    multiply<M>(acc, weights[0], kPanel, space.values + panel * kPanel * kPanel, (seen + kPerWord - 1) / kPerWord);
-#pragma GCC unroll 6
-    for (int m = 0; m < M; ++m)
-      for (int j = 0; j < 4; ++j) store16(out + m * padded + 16 * j, acc[m][j]);
-  }
+  for (std::int64_t panel = 0; panel < panels; ++panel)
+    weigh<M>(space.out + row * padded + panel * kPanel, padded, weights[0], space.values + panel * kPanel * kPanel,
+             (seen + kPerWord - 1) / kPerWord);
+}
+
+template <int... before>
+constexpr auto attend_tiles_of(std::integer_sequence<int, before...>) {
+  return std::array{&attend_tile<before + 1>...};
 }
 
 // Key/value heads [head, head + heads) for tokens [begin, end) of one row of the batch.
 void attend(const Model& model, const Layer& layer, const Batch& batch, std::int64_t row, std::int64_t head,
             std::int64_t heads, std::int64_t begin, std::int64_t end, const Num* qkv, Num* mixed) {
   static thread_local Workspace space;
+  static constexpr auto attend_tiles = attend_tiles_of(std::make_integer_sequence<int, kQueryRows>());
   const std::int64_t dim = model.head_dim, padded = (dim + kPanel - 1) / kPanel * kPanel;
   const std::int64_t group = model.heads / model.kv_heads;
   const std::int64_t width = (model.heads + 2 * model.kv_heads) * dim;
@@ -564,22 +617,15 @@ void attend(const Model& model, const Layer& layer, const Batch& batch, std::int
     next.find(seq, first + kPanel, last + 1);
     for (std::int64_t h = 0; h < heads; ++h) {
       lay_out(model, tile, next, head + h, space);
-      for (std::int64_t r = 0, left = (of_head + kTile - 1) / kTile; r < of_head; --left) {
+      for (std::int64_t r = 0, left = (of_head + kQueryRows - 1) / kQueryRows; r < of_head; --left) {
         const std::int64_t size = (of_head - r + left - 1) / left, at_row = h * of_head + r;
-        std::int32_t visible[kTile][2];
+        std::int32_t visible[kQueryRows][2];
         for (std::int64_t m = 0; m < size; ++m) {
           const std::int64_t at = position + (r + m) / group;
           visible[m][0] = layer.window ? std::max<std::int64_t>(0, at - layer.window + 1 - first) : 0;
           visible[m][1] = std::min<std::int64_t>(kPanel, at + 1 - first);
         }
-        switch (size) {
-          case 1: attend_tile<1>(model, space, at_row, visible); break;
-          case 2: attend_tile<2>(model, space, at_row, visible); break;
-          case 3: attend_tile<3>(model, space, at_row, visible); break;
-          case 4: attend_tile<4>(model, space, at_row, visible); break;
-          case 5: attend_tile<5>(model, space, at_row, visible); break;
-          default: attend_tile<6>(model, space, at_row, visible); break;
-        }
+        attend_tiles[size - 1](model, space, at_row, visible);
         r += size;
       }
     }

@@ -19,8 +19,9 @@ using Num = bf16;
 
 constexpr int kPerWord = 4 / sizeof(Num);
 
-// Bring a line into L2. Not _mm_prefetch: GCC drops a loop that does nothing else.
+// Bring a line into L2, or into L1. Not _mm_prefetch: GCC drops a loop that does nothing else.
 inline void fetch(const void* p) { asm volatile("prefetcht1 %0" ::"m"(*(const char*)p)); }
+inline void fetch_near(const void* p) { asm volatile("prefetcht0 %0" ::"m"(*(const char*)p)); }
 
 using Mask = std::uint16_t;  // a bit a lane
 
