@@ -300,6 +300,8 @@ def _require_compatible(worker: Worker, other: Worker, *, allow_mixed_engines: b
     may_differ = allow_mixed_engines and "fake" not in kinds
     if kinds[0] != kinds[1] and "fake" in kinds:
         raise _mismatch("engine", who, *kinds)
+    if theirs.dtype != ours.dtype:
+        raise _mismatch("dtype", who, theirs.dtype, ours.dtype)
     if theirs.engine != ours.engine and not may_differ:
         raise IncompatiblePeer(
             f"engine: {who} computes with {theirs.engine!r}, the mesh with {ours.engine!r}, and "
@@ -309,8 +311,6 @@ def _require_compatible(worker: Worker, other: Worker, *, allow_mixed_engines: b
             param="engine",
             code="mesh_engine",
         )
-    if theirs.dtype != ours.dtype:
-        raise _mismatch("dtype", who, theirs.dtype, ours.dtype)
     if theirs.name != ours.name and theirs.fingerprint != ours.fingerprint:
         raise _mismatch("model", who, theirs.name, ours.name)
     if theirs.fingerprint != ours.fingerprint:
