@@ -14,8 +14,8 @@ import pytest
 
 from services.gateway.text.text_model import TextModel
 from shared.engine.torch_engine import TorchEngine
-from tests.exactness.conftest import FolderOf
 from tests.exactness.reference import NUM_NEW, NUM_TOP, Reference, Tally
+from tests.support.checkpoint_folders import FolderOf
 from tests.support.checkpoints import SHAPES
 from tests.support.real_mesh import RealMesh, real_mesh
 from tests.support.tiers import in_turn

@@ -21,8 +21,8 @@ from services.gateway.text.text_model import TextModel
 from shared.engine.torch_engine import TorchEngine
 from shared.kv.pool import BlockPool
 from shared.worker.core.lease import LeasePolicy
-from tests.exactness.conftest import FolderOf
 from tests.exactness.reference import NUM_NEW, NUM_TOP, Reference, Tally
+from tests.support.checkpoint_folders import FolderOf
 from tests.support.checkpoints import SHAPES
 from tests.support.grpc_client import Answer
 from tests.support.real_mesh import RealMesh, real_mesh

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from openai import AsyncOpenAI
 
 from services.gateway.front.auth import KeyRing
 from services.gateway.grpc.door import Inference
@@ -107,6 +108,21 @@ async def http_target(mesh_kind: str, request: pytest.FixtureRequest) -> AsyncIt
     mesh = ScriptedMesh()
     async with http_gateway(mesh) as own_url:
         yield HttpTarget(API_KEY, mesh, own_url)
+
+
+@pytest.fixture
+async def client(http_target: HttpTarget) -> AsyncIterator[AsyncOpenAI]:
+    """OpenAI's, as its documentation makes it, but for retries."""
+    async with AsyncOpenAI(
+        base_url=http_target.url + "/v1", api_key=http_target.api_key, max_retries=0
+    ) as made:
+        yield made
+
+
+@pytest.fixture
+async def model(client: AsyncOpenAI) -> str:
+    """The model that is served."""
+    return (await client.models.list()).data[0].id
 
 
 @asynccontextmanager

@@ -3,7 +3,6 @@ understands."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
@@ -17,21 +16,6 @@ from tests.support.scripted_mesh import ScriptedMesh, failing_after, http_gatewa
 
 HI: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Tell a story."}]
 FIXED: Any = {"temperature": 0, "max_tokens": 24}
-
-
-@pytest.fixture
-async def client(http_target: HttpTarget) -> AsyncIterator[AsyncOpenAI]:
-    """A client as its documentation makes it, but for retries."""
-    async with AsyncOpenAI(
-        base_url=http_target.url + "/v1", api_key=http_target.api_key, max_retries=0
-    ) as made:
-        yield made
-
-
-@pytest.fixture
-async def model(client: AsyncOpenAI) -> str:
-    """The model that is served."""
-    return (await client.models.list()).data[0].id
 
 
 async def test_models(client: AsyncOpenAI, model: str) -> None:

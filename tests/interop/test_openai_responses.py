@@ -21,21 +21,6 @@ SHORT: Any = {"temperature": 0, "max_output_tokens": 24}
 LONG: Any = {"temperature": 0, "max_output_tokens": 200}
 
 
-@pytest.fixture
-async def client(http_target: HttpTarget) -> AsyncIterator[AsyncOpenAI]:
-    """A client as its documentation makes it, but for retries."""
-    async with AsyncOpenAI(
-        base_url=http_target.url + "/v1", api_key=http_target.api_key, max_retries=0
-    ) as made:
-        yield made
-
-
-@pytest.fixture
-async def model(client: AsyncOpenAI) -> str:
-    """The model that is served."""
-    return (await client.models.list()).data[0].id
-
-
 def plain(response: Response) -> tuple[str, str | None, int]:
     """What must be the same both ways."""
     assert response.usage is not None

@@ -44,11 +44,6 @@ async def client(running_mesh: tuple[str, str]) -> AsyncIterator[AsyncOpenAI]:
         yield made
 
 
-@pytest.fixture
-async def model(client: AsyncOpenAI) -> str:
-    return (await client.models.list()).data[0].id
-
-
 async def test_parsed_answers(client: AsyncOpenAI, model: str) -> None:
     """The client makes the schema of a model of pydantic's, and an object of the answer."""
     answer = await client.chat.completions.parse(

@@ -934,28 +934,21 @@ async def test_a_message_may_be_left_to_a_task():
         running.cancel()
 
 
+@pytest.mark.parametrize("at_once", [True, False])
 @virtual_time
-async def test_a_message_that_must_not_be_sent_ends_the_stream():
-    """Its sender does not hear of it; whoever runs the stream does."""
+async def test_a_message_that_must_not_be_sent_ends_the_stream(at_once: bool):
+    """Its sender does not hear of it; whoever runs the stream does. Nothing follows it, neither
+    from the queue nor at once: the peer would miss one of several."""
 
     class Strict(Peer):
         def send_nowait(self, message: str) -> bool:
-            raise TooLarge(f"{message} is too large")
+            if at_once:
+                raise TooLarge(f"{message} is too large")
+            return super().send_nowait(message)
 
-    peer = Strict()
-    stream = peer.stream()
-    stream.send("1")
-    error = await stream.run(lambda message: None)
-    assert isinstance(error, TooLarge)
-    assert peer.sent == []
-
-
-@virtual_time
-async def test_nothing_follows_a_message_that_could_not_be_sent():
-    """Neither from the queue nor at once: the peer would miss one of several."""
-
-    class Strict(Peer):
         async def send(self, message: str) -> None:
+            if at_once:
+                return await super().send(message)
             self.can_send_nowait = True
             asyncio.get_running_loop().call_soon(stream.send, "2")
             raise TooLarge(f"{message} is too large")
@@ -963,6 +956,7 @@ async def test_nothing_follows_a_message_that_could_not_be_sent():
     peer = Strict()
     stream = peer.stream()
     stream.send("1")
+    assert stream.is_over is at_once
     error = await stream.run(lambda message: None)
     assert isinstance(error, TooLarge)
     assert peer.sent == []

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
 
 import betterproto2
 import pytest
@@ -35,18 +33,6 @@ from shared.rpc.status import (
     row_of,
 )
 from tests.support.calls import ALL_METHODS
-from tests.support.house import ROOT
-
-
-def test_generated_messages_are_fresh() -> None:
-    """What lies in shared/wire is what proto/ says."""
-    check = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "generate_wire.py"), "--check"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert check.returncode == 0, check.stderr
 
 
 def test_every_error_has_a_row() -> None:
