@@ -13,6 +13,7 @@ import pytest
 
 from bench.__main__ import QUESTIONS
 from shared.model_folder import DEMO_FOLDER
+from tests.support.fork_server import BENCH
 from tests.support.house import ROOT
 
 pytestmark = [pytest.mark.torch, pytest.mark.ucx, pytest.mark.process, pytest.mark.slow]
@@ -95,9 +96,9 @@ def test_the_smallest_run_ends_with_a_record(question: str, tmp_path: Path) -> N
     """With rows, in the folder that is asked for."""
     arguments, smaller = SMALLEST[question]
     folder, _, program = question.partition("/")
-    program = f"from bench.{folder} import {program or 'run'} as run\n{smaller}\nrun.main()"
+    program = f"bench.{folder}.{program or 'run'}"
     run = subprocess.run(
-        [sys.executable, "-c", program, "--quick", *arguments.split()],
+        [sys.executable, "-m", BENCH, program, smaller, "--quick", *arguments.split()],
         env={**os.environ, "PDMESH_BENCH_OUT": str(tmp_path)},
         cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip

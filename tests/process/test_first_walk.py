@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ import aiohttp
 import pytest
 
 from tests.support.house import ROOT
-from tests.support.pages import Block, blocks_of
+from tests.support.pages import blocks_of
 from tests.support.terminal import on_a_terminal
 
 pytestmark = [pytest.mark.process, pytest.mark.ucx, pytest.mark.timeout(400)]
@@ -29,20 +28,13 @@ SHOWN = {
 """What stands on the screen when a command has ended."""
 
 
-def commands(block: Block) -> list[list[str]]:
-    """The lines of a block, without their comments, after ``pdmesh``."""
-    lines = [shlex.split(line, comments=True) for line in block.code.splitlines()]
-    assert all(line[0] == "pdmesh" for line in lines)
-    return [line[1:] for line in lines]
-
-
 async def test_readmes_walk_fits_a_small_terminal() -> None:
     """Each command ends well, its lines are whole, and the address that stands there is a page."""
     first, *rest = [b for b in blocks_of(Path(ROOT) / "README.md") if b.mark == "run"]
     (program,) = (b for b in rest if b.language == "python")
     rest.remove(program)
     assert first.detail == "stays"
-    (up_command,) = commands(first)
+    (up_command,) = first.commands
     async with on_a_terminal(*up_command, size=SIZE, PDMESH_PORT="0") as up:
         await up.shows(r"or: +pdmesh chat(?s:.*)decode-1 .*ready")
         found = re.search(r"^ready: (http://\S+)/ \(a page, in a browser\)$", up.shown, re.M)
@@ -50,7 +42,7 @@ async def test_readmes_walk_fits_a_small_terminal() -> None:
         url = found[1]
         async with aiohttp.ClientSession() as session, session.get(f"{url}/") as page:
             assert (page.status, page.content_type) == (200, "text/html")
-        walked = [command for block in rest for command in commands(block)]
+        walked = [command for block in rest for command in block.commands]
         assert {command[0] for command in walked} == set(SHOWN)
         for command in walked:
             async with on_a_terminal(*command, size=SIZE, PDMESH_URL=url) as terminal:

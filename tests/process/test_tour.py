@@ -118,7 +118,7 @@ def test_the_receipt_agrees_with_the_moments(walked: Walk) -> None:
 def test_the_command_ends_well_and_leaves_nothing(tmp_path: Path) -> None:
     """Its log goes; standard output is plain where it is no terminal."""
     ended = subprocess.run(
-        [sys.executable, "-c", "import sys; from services.cli.tour import tour; sys.exit(tour())"],
+        [sys.executable, "-m", "services.cli", "tour"],
         cwd=ROOT,
         env={**os.environ, "TMPDIR": str(tmp_path), "HF_HUB_OFFLINE": "1"},
         capture_output=True,

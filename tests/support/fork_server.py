@@ -8,9 +8,10 @@ their parent.
 
     with forked_starts():
         process = await asyncio.create_subprocess_exec(sys.executable, "-m", "services.gateway")
+        done = subprocess.run([sys.executable, "-m", "services.cli", "version"])
 
-Executed as ever is what asyncio does not start, what runs under another command, and what has other
-variables that interpreter and libraries read when they are loaded.
+Executed as ever is what runs under another command, and what has other variables that interpreter
+and libraries read when they are loaded.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 from asyncio.base_subprocess import BaseSubprocessTransport
 from asyncio.unix_events import _UnixSelectorEventLoop
 from collections.abc import Iterator, Mapping
@@ -38,13 +40,18 @@ from shared.transport.settings import UcxSettings
 from tests.support.house import ROOT
 
 CLI = "services.cli"
+BENCH = "tests.support.small_bench"
 WORKERS = ("services.prefill", "services.decode")
-TAKEN = (CLI, "services.gateway", *WORKERS)
+TAKEN = (CLI, BENCH, "services.gateway", *WORKERS)
 IMPORTED_LATE = (
     "services.cli.app", "services.cli.up", "shared.engine.fake", "ucxx._lib.libucxx", "uvloop",
 )  # fmt: skip
 
+COMPUTING = {"prefill", "decode", "profile"}
+"""Commands that load torch, unless told otherwise."""
+
 _execute = _UnixSelectorEventLoop._make_subprocess_transport
+_Popen = subprocess.Popen
 
 GPU = "/dev/nvidiactl"
 """Where this is nothing is forked: a library may look at the GPU when it is loaded, and CUDA that
@@ -83,10 +90,12 @@ class ForkServer:
                 )
         return self._orders
 
-    def takes(self, args: Any, cwd: Any = None, env: Any = None, **others: Any) -> bool:
+    def takes(self, args: Any, env: Any = None, preexec_fn: Any = None) -> bool:
         """Whether it can start this."""
+        if isinstance(args, (str, bytes, os.PathLike)) or preexec_fn not in (None, take_terminal):
+            return False
         match [it for it in args if it != "-P"]:
-            case [sys.executable, "-m", module, *_] if module in TAKEN and not others:
+            case [sys.executable, "-m", module, *_] if module in TAKEN:
                 wanted = os.environ if env is None else env
                 folders = wanted.get("PYTHONPATH", "").split(os.pathsep)
                 same = _read_when_loaded(wanted) == _read_when_loaded(self._environment)
@@ -108,39 +117,56 @@ def _read_when_loaded(variables: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in variables.items() if k.startswith(beginnings) and k not in followed}
 
 
+def take_terminal() -> None:
+    """Before a command begins: the terminal that it has as files is its own."""
+    os.setsid()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
 @contextlib.contextmanager
 def forked_starts() -> Iterator[None]:
-    """Have asyncio fork what a server takes."""
+    """Have asyncio and ``subprocess`` fork what a server takes."""
     server = ForkServer({k: v for k, v in os.environ.items() if not k.startswith("PDMESH_")})
-    before = _UnixSelectorEventLoop._make_subprocess_transport
-    _fork_with(server)
     try:
-        yield
+        with _starts():
+            _fork_with(server)
+            yield
     finally:
-        _UnixSelectorEventLoop._make_subprocess_transport = before
         server.close()
 
 
 @contextlib.contextmanager
 def executed_starts() -> Iterator[None]:
     """Amid ``forked_starts``: as if it were not."""
-    before = _UnixSelectorEventLoop._make_subprocess_transport
-    _UnixSelectorEventLoop._make_subprocess_transport = _execute
+    with _starts():
+        _UnixSelectorEventLoop._make_subprocess_transport = _execute
+        subprocess.Popen = _Popen
+        yield
+
+
+@contextlib.contextmanager
+def _starts() -> Iterator[None]:
+    before = _UnixSelectorEventLoop._make_subprocess_transport, subprocess.Popen
     try:
         yield
     finally:
-        _UnixSelectorEventLoop._make_subprocess_transport = before
+        _UnixSelectorEventLoop._make_subprocess_transport, subprocess.Popen = before
 
 
 def _fork_with(server: ForkServer) -> None:
+    class Popen(_ForkedPopen):
+        """Forks what the server takes, and executes the rest."""
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, server=server, **options)
+
     async def start(
         loop: Any, protocol: Any, args: Any, shell: Any, stdin: Any, stdout: Any, stderr: Any,
-        bufsize: Any, extra: Any = None, *, pass_fds: Any = (), start_new_session: bool = False,
-        **others: Any,
+        bufsize: Any, extra: Any = None, **options: Any,
     ) -> Any:  # fmt: skip
         begun = (protocol, args, shell, stdin, stdout, stderr, bufsize)
-        options = {"pass_fds": pass_fds, "start_new_session": start_new_session, **others}
-        if shell or not server.takes(args, **others):
+        asked = {it: options.get(it) for it in ("env", "preexec_fn")}
+        if shell or not server.takes(args, **asked):
             return await _execute(loop, *begun, extra, **options)
         waiter = loop.create_future()
         transport = _ForkedTransport(loop, *begun, waiter, extra, server=server, **options)
@@ -148,6 +174,7 @@ def _fork_with(server: ForkServer) -> None:
         return transport
 
     _UnixSelectorEventLoop._make_subprocess_transport = start
+    subprocess.Popen = Popen
 
 
 class _ForkedTransport(BaseSubprocessTransport):
@@ -156,6 +183,7 @@ class _ForkedTransport(BaseSubprocessTransport):
         self._proc = _ForkedPopen(
             args, bufsize, stdin=stdin, stdout=stdout, stderr=stderr, **options
         )
+        self._proc.poll = lambda: self._proc.returncode  # the transport notes it
         self._loop.add_reader(self._proc.told, self._ended)
 
     def _ended(self) -> None:
@@ -165,24 +193,32 @@ class _ForkedTransport(BaseSubprocessTransport):
             self._process_exited(int(told.recv(64)))
 
 
-class _ForkedPopen(subprocess.Popen[bytes]):
-    """Makes files as ever. told: its pid, and at its end the exit code."""
+class _ForkedPopen(_Popen[Any]):
+    """Makes files as ever. told: of one that is forked, its pid, and at its end the exit code."""
 
-    def __init__(self, args: Any, bufsize: Any, *, server: ForkServer, **options: Any) -> None:
+    told: socket.socket | None = None
+
+    def __init__(self, *args: Any, server: ForkServer, **options: Any) -> None:
         self._server = server
-        super().__init__(args, bufsize, **options)
+        super().__init__(*args, **options)
 
     def _execute_child(
         self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any,
         env: Any, startupinfo: Any, creationflags: Any, shell: Any, *rest: Any,
     ) -> None:  # fmt: skip
+        if shell or executable or not self._server.takes(args, env, preexec_fn):
+            options = (close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell)
+            super()._execute_child(args, executable, preexec_fn, *options, *rest)
+            return
         pipes, start_new_session = rest[:6], rest[-2]
         child_ends = (pipes[0], pipes[3], pipes[5])
         order = {
             "command": args[args.index("-m") + 1 :],
             "environment": dict(os.environ if env is None else env),
             "cwd": str(cwd or os.getcwd()),
+            "finds_modules_there": "-P" not in args,
             "is_leader": start_new_session,
+            "takes_terminal": preexec_fn is take_terminal,
             "passed": list(pass_fds),
         }
         orders = self._server.orders
@@ -194,8 +230,26 @@ class _ForkedPopen(subprocess.Popen[bytes]):
         self._close_pipe_fds(*pipes)
         self.pid = int(self.told.recv(64))
 
-    def poll(self) -> int | None:
-        return self.returncode  # the transport notes it
+    def _internal_poll(self, *args: Any, **options: Any) -> int | None:
+        if self.told is None:
+            return super()._internal_poll(*args, **options)
+        self._hear(0.0)
+        return self.returncode
+
+    def _wait(self, timeout: float | None) -> int | None:
+        if self.told is None:
+            return super()._wait(timeout)
+        self._hear(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        return self.returncode
+
+    def _hear(self, timeout: float | None) -> None:
+        """Wait at most so many seconds for its end; None is for ever."""
+        with self._waitpid_lock:
+            if self.returncode is None and select.select([self.told], [], [], timeout)[0]:
+                with self.told:
+                    self.returncode = int(self.told.recv(64))
 
 
 # --- the server -----------------------------------------------------------------------------------
@@ -222,7 +276,11 @@ def _serve(orders: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
             if not text:
                 return None
             order = json.loads(text)
-            if order["environment"].get("PDMESH_ENGINE") == "torch":
+            if (
+                order["environment"].get("PDMESH_ENGINE") == "torch"
+                or order["command"][0] == BENCH
+                or {*order["command"][1:2]} & COMPUTING
+            ):
                 importlib.import_module("shared.engine.torch_engine")
             gc.freeze()
             if not (pid := os.fork()):
@@ -253,7 +311,11 @@ def _become(order: dict[str, Any], files: list[int], server: dict[str, str]) -> 
     for it, place in zip(moved, places, strict=True):
         os.dup2(it, place)
         os.close(it)
+    if order["takes_terminal"]:
+        take_terminal()
     os.chdir(order["cwd"])
+    if order["finds_modules_there"]:
+        sys.path.insert(0, order["cwd"])
     added = {name: value for name, value in os.environ.items() if name not in server}
     os.environ.clear()
     os.environ.update(order["environment"])
@@ -270,7 +332,7 @@ def _become(order: dict[str, Any], files: list[int], server: dict[str, str]) -> 
         write_through=is_unbuffered,
     )
     sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
-    if sys.argv[0] == CLI:  # starts services
+    if sys.argv[0] in (CLI, BENCH):  # start services
         _fork_with(ForkServer(server, socket.socket(fileno=orders)))
     else:
         os.close(orders)
@@ -280,10 +342,11 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's is for those that are started
     before = dict(os.environ)
     UcxSettings().apply_to(os.environ)
-    for name in (*(f"{name}.__main__" for name in TAKEN), *IMPORTED_LATE):
+    services = [name for name in TAKEN if name != BENCH]
+    for name in (*(f"{name}.__main__" for name in services), *IMPORTED_LATE):
         with contextlib.suppress(ImportError):  # not everybody has everything
             importlib.import_module(name)
-    for name in TAKEN:
+    for name in services:
         sys.modules.pop(f"{name}.__main__", None)  # each runs its own
     gc.collect()
     got = _serve(socket.socket(fileno=int(sys.argv[1])))

@@ -11,6 +11,7 @@ A comment above a block, which no reader sees, says what a test does with it:
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +39,15 @@ class Block:
         """Whether a reader might type it in."""
         is_drawing = any(char in self.code for char in "│┌└▶◀─→←")
         return self.language in COMMANDS and not is_drawing
+
+    @property
+    def commands(self) -> list[list[str]]:
+        """What follows ``pdmesh`` in each line, without comments; empty where a line is anything
+        but a call of ``pdmesh`` that needs no shell."""
+        if self.language == "python" or re.search(r"[|&;<>$`\\]", re.sub("#.*", "", self.code)):
+            return []
+        lines = [shlex.split(line, comments=True) for line in self.code.splitlines()]
+        return [line[1:] for line in lines] if all(line[:1] == ["pdmesh"] for line in lines) else []
 
 
 def blocks_of(page: Path) -> list[Block]:

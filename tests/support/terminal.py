@@ -17,6 +17,7 @@ from typing import Any
 import pyte
 
 from tests.support.command import LIMIT_S
+from tests.support.fork_server import take_terminal
 from tests.support.house import ROOT
 
 COLUMNS, LINES = 160, 48
@@ -99,10 +100,6 @@ async def on_a_terminal(
     screen, keyboard = pty.openpty()
     fcntl.ioctl(keyboard, termios.TIOCSWINSZ, struct.pack("HHHH", size[1], size[0], 0, 0))
     others = {k: v for k, v in os.environ.items() if not k.startswith("PDMESH_")}
-
-    def take_terminal() -> None:
-        os.setsid()
-        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
     options: dict[str, Any] = {"stdin": keyboard, "stdout": keyboard, "stderr": keyboard}
     process = await asyncio.create_subprocess_exec(
