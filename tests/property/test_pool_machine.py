@@ -110,6 +110,8 @@ class PoolMachine(RuleBasedStateMachine):
         assert list(owner.table.blocks[: len(before)]) == before
         assert not set(new) & held
         if fits:
+            needed = self.pool.num_blocks_for(num_tokens)
+            assert len(owner.table.blocks) == max(len(before), needed)
             owner.tokens += [token] * num
             self.forget(new)
         else:

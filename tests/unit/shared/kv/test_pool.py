@@ -1,4 +1,5 @@
-"""Allocator, prefix cache and pool: the rules one by one."""
+"""Allocator, prefix cache and pool: what the model of tests/property/test_pool_machine.py leaves
+open."""
 
 from __future__ import annotations
 
@@ -10,21 +11,18 @@ from shared.kv.pool import BlockPool, BlockTable
 from shared.kv.prefix_cache import PrefixCache
 
 
-def a_table(
-    pool: BlockPool, tokens: range, *, salt: bytes = b"", publish: bool = True
-) -> BlockTable:
+def a_table(pool: BlockPool, tokens: range, *, salt: bytes = b"") -> BlockTable:
     """Acquire blocks for the tokens, and say that their KV is written."""
     chain = pool.new_chain(salt)
     table = pool.acquire(chain, tokens, len(tokens), max_hit_tokens=len(tokens))
     assert table is not None
-    if publish:
-        pool.publish(table, chain, tokens, len(tokens))
+    pool.publish(table, chain, tokens, len(tokens))
     return table
 
 
-def hit_tokens(pool: BlockPool, tokens: range, *, salt: bytes = b"", most: int = 1 << 30) -> int:
+def hit_tokens(pool: BlockPool, tokens: range, *, salt: bytes = b"") -> int:
     """How many tokens of a newcomer would be found; leaves the pool's blocks as they were."""
-    table = pool.acquire(pool.new_chain(salt), tokens, len(tokens), max_hit_tokens=most)
+    table = pool.acquire(pool.new_chain(salt), tokens, len(tokens), max_hit_tokens=len(tokens))
     assert table is not None
     pool.release(table)
     return table.num_hit_tokens
@@ -80,34 +78,6 @@ def test_an_empty_pool_is_refused(num_blocks: int, block_size: int) -> None:
         BlockPool(num_blocks, block_size)
 
 
-def test_blocks_come_all_or_none() -> None:
-    """An acquisition that does not fit leaves everything as it was."""
-    pool = BlockPool(3, 4)
-    before = pool.statistics()
-    assert pool.acquire(pool.new_chain(), range(13), 13, max_hit_tokens=0) is None
-    assert pool.statistics() == before
-    assert pool.acquire(pool.new_chain(), range(12), 12, max_hit_tokens=0) is not None
-
-
-def test_growth_comes_all_or_none() -> None:
-    """A table that cannot grow as far as asked does not grow at all."""
-    pool = BlockPool(3, 4)
-    table = a_table(pool, range(4))
-    assert not pool.grow(table, 13)
-    assert len(table.blocks) == 1
-    assert pool.grow(table, 12)
-    assert len(table.blocks) == 3
-    assert pool.grow(table, 5)  # has room already
-    assert len(table.blocks) == 3
-
-
-def test_keep_free_is_left_for_others() -> None:
-    """A newcomer is refused when it would take what is spoken for."""
-    pool = BlockPool(4, 4)
-    assert pool.acquire(pool.new_chain(), range(12), 12, max_hit_tokens=0, keep_free=2) is None
-    assert pool.acquire(pool.new_chain(), range(8), 8, max_hit_tokens=0, keep_free=2) is not None
-
-
 def test_what_is_claimed_is_kept_from_newcomers() -> None:
     """Sequences that run here come before reservations."""
     pool = BlockPool(4, 4)
@@ -116,74 +86,12 @@ def test_what_is_claimed_is_kept_from_newcomers() -> None:
     assert pool.keep_free_for_newcomers == 2
 
 
-def test_a_published_prefix_is_found() -> None:
-    """Full blocks with the same tokens from the start are shared, whether held or idle."""
-    pool = BlockPool(8, 4)
-    table = a_table(pool, range(10))
-    assert hit_tokens(pool, range(12)) == 8
-    pool.release(table)
-    assert hit_tokens(pool, range(12)) == 8
-    assert hit_tokens(pool, range(1, 12)) == 0
-
-
-def test_a_hit_shares_the_very_blocks() -> None:
-    """Two owners of one prefix hold the same blocks; the second owner keeps them alive."""
-    pool = BlockPool(4, 4)
-    first = a_table(pool, range(8))
-    second = a_table(pool, range(9))
-    assert second.blocks[:2] == first.blocks
-    pool.release(first)
-    pool.check_integrity([second])
-    assert pool.statistics().num_held == 3
-
-
-def test_a_block_is_not_found_before_its_kv_is_written() -> None:
-    """Acquiring is not publishing."""
-    pool = BlockPool(8, 4)
-    tokens, chain = range(8), pool.new_chain()
-    table = pool.acquire(chain, tokens, 8, max_hit_tokens=7)
-    assert table is not None
-    assert hit_tokens(pool, range(8)) == 0
-    pool.publish(table, chain, tokens, 5)
-    assert hit_tokens(pool, range(8)) == 4
-
-
-def test_an_unpublished_block_is_forgotten_on_release() -> None:
-    """Blocks of an aborted computation are free, not cached."""
-    pool = BlockPool(2, 4)
-    pool.release(a_table(pool, range(8), publish=False))
-    assert pool.statistics().num_free == 2
-
-
 def test_tenants_never_share() -> None:
     """Another salt is another prefix, whatever the tokens."""
     pool = BlockPool(8, 4)
     a_table(pool, range(8), salt=b"a")
     assert hit_tokens(pool, range(8), salt=b"b") == 0
     assert hit_tokens(pool, range(8), salt=b"a") == 8
-
-
-def test_hits_are_capped() -> None:
-    """A prefill must compute its last token even if all of its prompt is cached."""
-    pool = BlockPool(8, 4)
-    a_table(pool, range(8))
-    assert hit_tokens(pool, range(8), most=7) == 4
-    assert hit_tokens(pool, range(8), most=8) == 8
-
-
-def test_a_second_copy_stays_private() -> None:
-    """Of two equal prefixes computed at once, one is cached and the other is freed in the end."""
-    pool = BlockPool(4, 4)
-    chains = [pool.new_chain(), pool.new_chain()]
-    tables = [pool.acquire(chain, range(4), 4, max_hit_tokens=0) for chain in chains]
-    for chain, table in zip(chains, tables, strict=True):
-        assert table is not None
-        pool.publish(table, chain, range(4), 4)
-    for table in tables:
-        assert table is not None
-        pool.release(table)
-    stats = pool.statistics()
-    assert (stats.num_idle, stats.num_free) == (1, 3)
 
 
 def test_the_block_idle_longest_is_evicted_first_and_tails_before_heads() -> None:
@@ -238,17 +146,6 @@ def test_what_is_copied_is_not_evicted() -> None:
     assert pool.num_available == 1
     assert pool.num_cached_tokens(pool.new_chain(), range(8), 8) == 0
     pool.check_integrity()
-
-
-def test_a_newcomer_does_not_evict_what_it_is_about_to_use() -> None:
-    """Idle blocks of the hit are taken out of the room before new ones are counted."""
-    pool = BlockPool(2, 4)
-    pool.release(a_table(pool, range(8)))
-    assert pool.acquire(pool.new_chain(), range(12), 12, max_hit_tokens=12) is None
-    table = pool.acquire(pool.new_chain(), range(6), 6, max_hit_tokens=6)
-    assert table is not None
-    assert table.num_hit_tokens == 4
-    assert len(set(table.blocks)) == 2
 
 
 def test_without_caching_every_block_is_private() -> None:
