@@ -154,6 +154,7 @@ pdmesh plan paper splitwise --data data --model llama2-70b --design HA --workloa
 pdmesh plan simulate 3P+2D --workload azure-conv --rate 10
 pdmesh plan simulate 4M --rate 10 --policy least_loaded --json | jq .attainment
 pdmesh plan simulate 2P+2D --workload trace.jsonl --rate 2 --model llama-3-8b --link 100Gb/s
+pdmesh plan simulate 2P+2D --workload mooncake --dram-cache 100GB --ssd-cache 1TB
 """,
     "plan compare": """
 pdmesh plan compare 5M 3P+2D 4P+1D --workload azure-conv --rate 10

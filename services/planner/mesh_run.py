@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from services.gateway.core.admission.admission import REASONS
 from services.gateway.core.admission.overload import OverloadMode
@@ -22,10 +23,13 @@ from services.sim.open_loop import (
     run_open_loop,
     simulated_model,
 )
-from services.sim.orders import WorkerSize
+from services.sim.orders import TierSize, WorkerSize
 from services.sim.worker import CoreWorker
 from shared.config import STEP_TOKENS
 from shared.errors import InvalidRequest
+from shared.kv.journal import Tier
+from shared.kv.layout import KvLayout
+from shared.kv.tiers import CachePolicy
 from shared.predict.times import ScaledTimes, TimeModel
 from shared.telemetry.definitions import Slo, attainment, percentile
 
@@ -51,7 +55,7 @@ class MeshSetting:
     holds. wire_s: how long a message is under way. is_exact: every step is an event, equal ones are
     not skipped. gateway_running, max_pending_tokens, gateway_waiting, max_wait_s, overload: the
     gateway's own; by default it lets everybody in. With overload each request names the limits as
-    its own."""
+    its own. tiers: below the pools of workers that compute prompts, the fastest first."""
 
     unit: Callable[[Unit], UnitModel]
     kv: KvShape
@@ -70,6 +74,23 @@ class MeshSetting:
     gateway_waiting: int = 0
     max_wait_s: float = 10.0
     overload: str = "off"
+    tiers: tuple[TierSize, ...] = ()
+    cache_policy: CachePolicy = CachePolicy.LRU
+
+
+class CachedTokens(NamedTuple):
+    """Tokens of prompts that brought a token, and of them those that were not computed, by where
+    they lay: in their worker's pool, below it in memory or on disk, in another worker's pool."""
+
+    prompts: int
+    pool: int
+    dram: int
+    ssd: int
+    fetched: int
+
+    @property
+    def num_cached(self) -> int:
+        return self.pool + self.dram + self.ssd + self.fetched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +115,10 @@ class MeshRun:
     @property
     def errors(self) -> dict[str, int]:
         return dict(Counter(answer.error for answer in self.answers if answer.error))
+
+    @property
+    def cached(self) -> CachedTokens:
+        return cached_tokens(self.answers)
 
     @property
     def num_retried(self) -> int:
@@ -144,6 +169,7 @@ def _mesh(
     largest = max(sizes, key=lambda size: size.num_blocks)
     most_kv = max(setting.unit(part.unit).kv_tokens for part in shape.parts)
     spec, layout = simulated_model(setting.kv.name, setting.kv.token_bytes, most_kv)
+    _require_room(setting, layout)
     mesh = CoreMesh(
         spec,
         layout,
@@ -198,7 +224,34 @@ def _size(setting: MeshSetting, part: MeshPart) -> WorkerSize:
         link_bytes_s=setting.link_bytes_s,
         # Who decodes goes through all stages before its next step.
         num_stages=part.unit.pp if part.kind == "P" else 1,
+        tiers=setting.tiers,
+        cache_policy=setting.cache_policy,
     )
+
+
+def _require_room(setting: MeshSetting, layout: KvLayout) -> None:
+    """Raise InvalidRequest for a tier that holds nothing."""
+    block_bytes = setting.block_size * layout.token_bytes
+    for tier in setting.tiers:
+        if tier.num_bytes < block_bytes:
+            flag = "--dram-cache" if tier.kind is Tier.DRAM else "--ssd-cache"
+            raise InvalidRequest(
+                f"{flag} of {tier.num_bytes} bytes holds not one KV block of {block_bytes}: give "
+                "more, or leave it out"
+            )
+
+
+def cached_tokens(answers: Sequence[SimAnswer]) -> CachedTokens:
+    """Return what was not computed of prompts, by where it lay."""
+    prompts = cached = dram = ssd = fetched = 0
+    for answer in answers:
+        if (told := answer.prompt) is not None:
+            prompts += answer.num_prompt
+            cached += told.cached_tokens
+            dram += told.dram_tokens
+            ssd += told.ssd_tokens
+            fetched += told.fetched_tokens
+    return CachedTokens(prompts, cached - dram - ssd - fetched, dram, ssd, fetched)
 
 
 def _felt(

@@ -3,6 +3,7 @@ shells of ``shared/worker`` perform, on an event heap."""
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -215,7 +216,7 @@ class KvEnds:
         frame, engine = order.frame, self._worker.engine
         layers = (frame.first_layer, frame.last_layer)
         table = self._pulled.get(order.key)
-        blocks = self._worker.prompt_blocks(order.key) if table is None else table.blocks
+        blocks = self._prompt_blocks(order.key) if table is None else table.blocks
         payload = engine.read(blocks, frame.start, frame.stop, layers)
         self.num_frames_sent += 1
 
@@ -234,6 +235,11 @@ class KvEnds:
         begins_at = max(self._clock.now, self._link_free_at)
         self._link_free_at = begins_at + frame.payload_bytes * self._byte_s
         self._clock.at(self._link_free_at + self._clock.wire_s, land)
+
+    def _prompt_blocks(self, key: TransferKey) -> array[int]:
+        sequence = self._worker.jobs[key, Task.PROMPT].sequence
+        assert sequence is not None
+        return sequence.block_table
 
     def _settle_receive(self, order: transfer.PostReceive, error: MeshError | None) -> None:
         now = self._clock.now
@@ -254,7 +260,7 @@ class KvEnds:
         now = self._clock.now
         if not self.receivers.is_waiting(key):
             return
-        job = self._worker.find_taker(key)
+        job = self._worker.jobs.get((key, Task.ANSWER))
         if job is None or job.lease is None:
             self.receivers.must_wait(key, now, is_reserved=False)
         elif not self._worker.leases.open(job.lease, source):
@@ -306,7 +312,8 @@ class KvEnds:
     def _start_fetch(self, fetch: PrefixFetch[SimJob]) -> None:
         key = fetch.pull.key
         self._bringing[key] = fetch
-        order = Order(StreamId(0), key, fetch.item, fetch.source, wait_s=fetch.wait_s)
+        # It waits for no room (``wait_s``): what has none now is computed.
+        order = Order(StreamId(0), key, fetch.item, fetch.source)
         self._worker.take(Task.PREFIX, order)
         self._clock.after(fetch.wait_s, lambda: self._fetch_is_late(key))
 
@@ -338,7 +345,7 @@ class KvEnds:
             self.do(self.senders.give_up(pull.key, None, now))
 
     def _fetch_is_late(self, key: TransferKey) -> None:
-        job = self._worker.find_taker(key)
+        job = self._worker.jobs.get((key, Task.ANSWER))
         if job is not None and self._worker.is_alive:
             error = DeadlinePassed("the deadline passed during a fetch")
             self._worker.handle(job, LifeEvent.FAILED, error)

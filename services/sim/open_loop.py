@@ -56,10 +56,11 @@ class SimRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimAnswer(RequestOutcome):
-    """What one request felt. error: '' or its code, or type. sent_at: of the last attempt. prompt:
-    as its worker told it; None = it never did."""
+    """What one request felt. error: '' or its code, or type. num_prompt: its tokens. sent_at: of
+    the last attempt. prompt: as its worker told it; None = it never did."""
 
     error: str
+    num_prompt: int
     num_attempts: int
     sent_at: float
     prompt: PromptTimes | None
@@ -138,6 +139,7 @@ def _felt(answer: CoreAnswer, num_output: int, start: float) -> SimAnswer:
         answer.token_times.count_from(start),
         answer.error is None and has_all,
         error="" if answer.error is None else answer.error.code or answer.error.type,
+        num_prompt=len(answer.prompt),
         num_attempts=answer.life.num_attempts,
         sent_at=answer.sent_at - start,
         prompt=answer.computed,

@@ -8,12 +8,23 @@ from typing import NamedTuple
 from services.sim.token_times import StepEnds
 from shared.errors import MeshError
 from shared.ids import StreamId
+from shared.kv.journal import Tier
+from shared.kv.tiers import CachePolicy
 from shared.schedule.plan import NewToken, PromptTimes
 from shared.schedule.sequence import Sequence
 from shared.transfer.orders import Order
 from shared.worker.core.lease import Lease
 from shared.worker.core.life import Life, Task
+from shared.worker.core.lower_tiers import Loaded
 from shared.worker.core.prefixes import Fetched, PrefixFetch
+
+
+class TierSize(NamedTuple):
+    """A tier below the pool: its room, and how many bytes a second are copied there or back."""
+
+    kind: Tier
+    num_bytes: int
+    bytes_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +33,8 @@ class WorkerSize:
     ``token_budget``. tbt_target_s: of a mixed worker, how long a step may take beside answers; 0 =
     ``token_budget`` is obeyed instead. num_slots, frame_bytes: staging of transfers. link_bytes_s:
     bandwidth with which it sends, one frame after the other; 0 = a frame takes no time. num_stages:
-    see ``Stages``; its engine tells how long a step is in one."""
+    see ``Stages``; its engine tells how long a step is in one. tiers: below the pool of a worker
+    that computes prompts, the fastest first; cache_policy: what gives way there."""
 
     num_blocks: int
     block_size: int = 16
@@ -34,6 +46,8 @@ class WorkerSize:
     frame_bytes: int = 64 << 20
     link_bytes_s: float = 0.0
     num_stages: int = 1
+    tiers: tuple[TierSize, ...] = ()
+    cache_policy: CachePolicy = CachePolicy.LRU
 
 
 class Word(NamedTuple):
@@ -49,23 +63,24 @@ class Word(NamedTuple):
     steps: StepEnds | None = None
 
 
-NOTHING = Fetched()
+NOTHING, NOT_LOADED = Fetched(), Loaded()
 
 
 @dataclass(eq=False)
 class SimJob:
-    """An order that holds something. taken_at, started_at: it came, and its first step was planned.
-    prefix: what its prompt waits for; fetched: what came. told_until: of its worker's equal steps,
-    how many the gateway knows of; -1 = of all that it has a token of."""
+    """An order that holds something. arrived_at, started_at: it came, and its first step was
+    planned. prefix: what its prompt waits for; fetched, loaded: what came. told_until: of its
+    worker's equal steps, how many the gateway knows of; -1 = of all that it has a token of."""
 
     order: Order
     life: Life
-    taken_at: float
-    started_at: float = 0.0
+    arrived_at: float
+    started_at: float | None = None
     sequence: Sequence | None = None
     lease: Lease | None = None
     prefix: PrefixFetch[SimJob] | None = None
     fetched: Fetched = NOTHING
+    loaded: Loaded = NOT_LOADED
     told_until: int = -1
 
     @property

@@ -10,7 +10,7 @@ from services.gateway.core.worker import Role, WorkerStatus
 from services.sim.worker import CoreWorker
 from shared.home import Home
 from shared.ids import Incarnation, StreamId
-from shared.kv.journal import KvChanges
+from shared.kv.journal import KvChanges, Tier
 
 
 class Reporter:
@@ -100,6 +100,7 @@ def status_of(
     own = {core.incarnation} if is_mixed else set[Incarnation]()
     prompt_steps, answer_steps = core.engine.fits()
     num_held = core.num_held
+    token_s = {} if core.tiers is None else core.tiers.core.token_s
     return WorkerStatus(
         pending_tokens=scheduled.pending_tokens,
         num_waiting=scheduled.num_waiting + leased.num_waiting,
@@ -122,4 +123,6 @@ def status_of(
         speeds=core.ends.speeds,
         egress_bytes=core.ends.senders.pending_bytes,
         seen=dict(seen),
+        dram_token_s=token_s.get(Tier.DRAM, 0.0),
+        ssd_token_s=token_s.get(Tier.SSD, 0.0),
     )

@@ -22,6 +22,7 @@ from services.sim.engine import ANSWER_TOKEN, DoneWork, SimEngine
 from services.sim.equal_steps import MOST_SKIPPED, EqualSteps
 from services.sim.orders import SimJob, Word, WorkerSize, slot_of
 from services.sim.stages import Stages
+from services.sim.tier_copies import TierCopies
 from services.sim.token_times import StepEnds
 from shared.errors import MeshError
 from shared.ids import Incarnation
@@ -32,7 +33,7 @@ from shared.kv.prefix_hash import UNIT
 from shared.model_spec import ModelSpec
 from shared.request import FinishReason
 from shared.schedule.budget import budget_of
-from shared.schedule.plan import NewToken, PromptTimes, StepPlan
+from shared.schedule.plan import NewToken, StepPlan
 from shared.schedule.queue_time import queue_left_s
 from shared.schedule.runs import num_blocks_for
 from shared.schedule.scheduler import SchedulePolicy, Scheduler
@@ -62,6 +63,7 @@ from shared.worker.core.life import (
     StopCompute,
     Task,
 )
+from shared.worker.core.lower_tiers import prompt_times
 
 
 class CoreWorker:
@@ -99,7 +101,7 @@ class CoreWorker:
             together=size.batch_tokens or size.token_budget,
             pushes=pushes,
             tbt_target_s=size.tbt_target_s if is_mixed else 0.0,
-            predict=self._predict,
+            predict=self.predict,
             is_expecting=lambda: self.leases.is_expecting,
             has_answers=lambda: bool(self.num_answers),
         )
@@ -113,6 +115,8 @@ class CoreWorker:
         self.num_prompts = self.num_answers = 0
         self.on_change: Callable[[], None] = lambda: None
         self.ends = KvEnds(self, layout, size)
+        has_prompts = pushes or is_mixed
+        self.tiers = TierCopies(self, layout, size) if size.tiers and has_prompts else None
         self.work = DoneWork()
         self._stages = Stages(clock, size.num_stages)
         self._num_layers = layout.num_layers
@@ -120,12 +124,13 @@ class CoreWorker:
         self._skips = skips and engine.times is not None
         self.jobs_of: dict[Sequence, SimJob] = {}
         self._stepping: tuple[StepPlan, float] | None = None
+        self._is_committing = False
         self._run: EqualSteps | None = None
         self._run_ends = array("d")
         self._untold: list[SimJob] = []
         self._looks_at = math.inf
 
-    def _predict(self, num_tokens: int, num_attended: int) -> float:
+    def predict(self, num_tokens: int, num_attended: int) -> float:
         return self._fit.seconds(num_tokens, num_attended) if self._fit.is_known else 0.0
 
     # --- orders -----------------------------------------------------------------------------------
@@ -153,7 +158,8 @@ class CoreWorker:
             self.scheduler.add_prefill(job.sequence)
             if order.peer is not None:
                 self.ends.begin(key, order.peer, len(order.item.token_ids))
-        self.ends.await_prefix(job)
+        if self.tiers is None or not self.tiers.begin(job):
+            self.ends.await_prefix(job)
         self.on_change()
         self.step()
 
@@ -166,18 +172,9 @@ class CoreWorker:
         self.num_prompts += times * (task is Task.PROMPT)
         self.num_answers += times * (task in (Task.ANSWER, Task.WHOLE))
 
-    def find_taker(self, key: TransferKey) -> SimJob | None:
-        """Return who takes the KV of this transfer."""
-        return self.jobs.get((key, Task.ANSWER))
-
     def taker(self, key: TransferKey) -> SimJob:
         """Return who takes the KV of this transfer, which has begun."""
         return self.jobs[key, Task.ANSWER]
-
-    def prompt_blocks(self, key: TransferKey) -> array[int]:
-        sequence = self.jobs[key, Task.PROMPT].sequence
-        assert sequence is not None
-        return sequence.block_table
 
     def handle(self, job: SimJob, event: LifeEvent, error: MeshError | None = None) -> None:
         self.catch_up()
@@ -221,8 +218,15 @@ class CoreWorker:
 
     def blocks_freed(self) -> None:
         """What somebody held may be what others lack."""
+        self.grant_waiting()
+        if not self._is_committing:
+            if self.tiers is not None:
+                self.tiers.copy_down()
+            self.step()
+
+    def grant_waiting(self) -> None:
+        """Grant what fits now."""
         self.do_leases(self.leases.grant_waiting(now=self.clock.now))
-        self.step()
 
     def _say(self, job: SimJob, what: str, token: NewToken | None = None, **more: Any) -> None:
         self._tell(self, Word(job.order.stream_id, what, token, **more))
@@ -267,7 +271,8 @@ class CoreWorker:
 
     def step(self, most: int = MOST_SKIPPED) -> None:
         """Plan a step if none runs; it is computed at its end. most: equal ones in one event."""
-        if self._stepping is not None or self._run is not None or not self.is_alive:
+        is_busy = self._stepping is not None or self._run is not None or self._is_committing
+        if is_busy or not self.is_alive:
             return
         if self._skips and (num_steps := self.scheduler.runway()):
             self._begin_run(min(num_steps, most))
@@ -308,9 +313,11 @@ class CoreWorker:
         if self.engine.spreads_layers:
             self.ends.layers_ready(pushes, self._num_layers)
         outcome = self.scheduler.commit(plan, results)
+        self._is_committing = True
         self.ends.computed(pushes)
         self._stages.leave(seconds, [partial(self._sampled, token) for token in outcome.tokens])
-        self.do_leases(self.leases.grant_waiting(now=self.clock.now))
+        self._is_committing = False
+        self.grant_waiting()
         self.step()
 
     def _sampled(self, token: NewToken) -> None:
@@ -318,7 +325,7 @@ class CoreWorker:
             return  # cancelled in a later stage
         is_first = job.life.state is LifeState.COMPUTING
         if is_first:
-            self._say_first(job, token)
+            self._say(job, "first", token, prompt=prompt_times(job, self.clock.now))
         else:
             self._say(job, "token", token)
         if token.finish_reason is not FinishReason.NONE:
@@ -330,15 +337,6 @@ class CoreWorker:
         elif is_first:
             self.handle(job, LifeEvent.SAMPLED)
             self.ends.commit(job.order.key, token.token_id)
-
-    def _say_first(self, job: SimJob, token: NewToken) -> None:
-        prompt = PromptTimes(
-            job.started_at - job.taken_at,
-            self.clock.now - job.started_at,
-            token.sequence.num_cached_tokens,
-            *job.fetched,
-        )
-        self._say(job, "first", token, prompt=prompt)
 
     # --- steps of which nothing is to be decided --------------------------------------------------
 
@@ -365,9 +363,10 @@ class CoreWorker:
         # Caught up since: the step that ran then is the last, and has an event of its own.
         if self._run is not run or run.ends[-1] != at or not self.is_alive:
             return
-        self._run = None
+        self._run, self._is_committing = None, True
         self._take_steps(run, len(run.ends))
-        self.do_leases(self.leases.grant_waiting(now=self.clock.now))
+        self._is_committing = False
+        self.grant_waiting()
         self.step()
 
     def catch_up(self) -> None:
@@ -414,11 +413,8 @@ class CoreWorker:
         self.work.note(times[-1] - run.began_at, held, num_steps)
         run.began_at = times[-1]
         del run.ends[:num_steps]
-        jobs = [self.jobs_of[sequence] for sequence in ended]
-        # All of them first: the end of one begins a step, which tells those that are still here.
-        for job in jobs:
+        for job in [self.jobs_of[sequence] for sequence in ended]:
             self._untold.remove(job)
-        for job in jobs:
             self._tell_run(job, FinishReason.LENGTH)
             self.handle(job, LifeEvent.ENDED)
 
@@ -464,9 +460,9 @@ class CoreWorker:
         done_s = 0.0
         if self._stepping is not None and self._stepping[0].num_prefill_tokens:
             plan, began_at = self._stepping
-            takes_s = self._predict(plan.num_tokens, plan.num_attended)
+            takes_s = self.predict(plan.num_tokens, plan.num_attended)
             done_s = min(self.clock.now - began_at, takes_s)
-        return queue_left_s(self.scheduler.unfinished, self._budget, self._predict, done_s)
+        return queue_left_s(self.scheduler.unfinished, self._budget, self.predict, done_s)
 
     @property
     def is_idle(self) -> bool:
@@ -478,6 +474,9 @@ class CoreWorker:
         self.leases.check_integrity()
         self.ends.check()
         tables = [*self.scheduler.tables(), *self.leases.tables(), *self.ends.tables()]
+        if self.tiers is not None:
+            self.tiers.core.check_integrity()
+            tables += self.tiers.core.tables()
         self.pool.check_integrity(tables)
 
     def join(self, job: SimJob, first_token: int) -> None:

@@ -236,16 +236,3 @@ def _of_pairs(prefix: str, pairs: Sequence[PairSpeed]) -> Iterator[Metric]:
     for pair in pairs:
         speeds.add_metric([pair.decode, pair.lane], pair.bytes_per_s)
     yield speeds
-
-
-class MovingMean:
-    """Exponential moving mean; the first value counts whole."""
-
-    def __init__(self, weight: float = 0.1) -> None:
-        self.value = 0.0
-        self._weight = weight
-        self._has_value = False
-
-    def add(self, value: float) -> None:
-        self.value += (value - self.value) * (self._weight if self._has_value else 1.0)
-        self._has_value = True

@@ -1,6 +1,6 @@
 """What tiers below the pool have in common: places for blocks, and copies between the two.
 
-An arena moves bytes and proves them; which slot is whose, ``shared/kv/tiers.py`` knows.
+An arena moves bytes and proves them; which slot is whose, ``core/lower_tiers.py`` knows.
 """
 
 from __future__ import annotations
@@ -16,16 +16,7 @@ from shared.engine.memory.resident import available_bytes
 from shared.engine.worker import ComputeRunner
 from shared.errors import InvalidRequest
 from shared.kv.journal import Tier
-
-
-class BlockMove(NamedTuple):
-    """A block of the pool and a slot of an arena, and the prefix whose KV goes from one to the
-    other: its key, and its number of tokens."""
-
-    block: int
-    slot: int
-    key: bytes
-    end: int
+from shared.worker.core.lower_tiers import BlockMove
 
 
 class BlocksLoaded(NamedTuple):

@@ -34,7 +34,8 @@ from shared.engine.worker import ComputeRunner
 from shared.errors import InvalidRequest
 from shared.kv.journal import Tier
 from shared.version import VERSION
-from shared.worker.arenas import BlockMove, BlocksLoaded, gather, scatter, slots_of
+from shared.worker.arenas import BlocksLoaded, gather, scatter, slots_of
+from shared.worker.core.lower_tiers import BlockMove
 
 _log = structlog.get_logger(__name__)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from shared.errors import MeshError
 from shared.ids import StreamId
@@ -18,21 +18,11 @@ from shared.transfer.effects import HandOver
 from shared.transfer.orders import Order
 from shared.worker.core.lease import Lease
 from shared.worker.core.life import Life, Task
+from shared.worker.core.lower_tiers import Loaded, prompt_times
 from shared.worker.core.prefixes import Fetched, PrefixFetch
 from shared.worker.pusher import PushHandle, PushStats
 
 _NOTHING = Fetched()
-
-
-class Loaded(NamedTuple):
-    """What came of a prefix that lies below the pool: so many tokens from either tier, and how long
-    the prompt waited for them."""
-
-    dram_tokens: int = 0
-    ssd_tokens: int = 0
-    seconds: float = 0.0
-
-
 _NOT_LOADED = Loaded()
 
 
@@ -103,26 +93,11 @@ class Request:
 
     def tell_first(self, token: NewToken, now: float) -> None:
         """Token 1 is sampled: the gateway hears it, and what it took."""
-        sequence, started_at = token.sequence, self.started_at
-        started_at = self.arrived_at if started_at is None else started_at
-        cached_tokens, loaded = sequence.num_cached_tokens, self.loaded
-        # What had come may have gone again before the prompt was let in.
-        dram_tokens = min(loaded.dram_tokens, cached_tokens)
-        times = PromptTimes(
-            queue_s=started_at - self.arrived_at,
-            compute_s=now - started_at,
-            cached_tokens=cached_tokens,
-            dram_tokens=dram_tokens,
-            ssd_tokens=min(loaded.ssd_tokens, cached_tokens - dram_tokens),
-            load_s=loaded.seconds,
-            fetched_tokens=min(self.fetched.num_tokens, cached_tokens - dram_tokens),
-            fetch_s=self.fetched.seconds,
-            fetched_bytes=self.fetched.num_bytes,
-        )
+        times = prompt_times(self, now)
         attributes: dict[str, Value] = {
-            "pdmesh.prompt_tokens": sequence.num_prompt_tokens,
-            "pdmesh.cached_tokens": cached_tokens,
-            "pdmesh.dram_tokens": dram_tokens,
+            "pdmesh.prompt_tokens": token.sequence.num_prompt_tokens,
+            "pdmesh.cached_tokens": times.cached_tokens,
+            "pdmesh.dram_tokens": times.dram_tokens,
             "pdmesh.ssd_tokens": times.ssd_tokens,
         }
         if self.task is Task.PROMPT:

@@ -26,10 +26,11 @@ from typing import NamedTuple, NoReturn, Protocol
 from shared.engine.worker import BegunStep, ComputeRunner, StepDone
 from shared.errors import MeshError, Retry, WorkerLost
 from shared.failpoints import failpoint
+from shared.predict.moving_mean import MovingMean
 from shared.schedule.plan import Failure, NewToken, StepPlan
 from shared.schedule.scheduler import Scheduler
 from shared.schedule.sequence import Sequence as TokenSequence
-from shared.telemetry.worker import MovingMean, WorkerMetrics
+from shared.telemetry.worker import WorkerMetrics
 from shared.worker.pusher import PushHandle
 
 

@@ -20,8 +20,8 @@ from shared.engine.fake import FakeModel, FakeTiming
 from shared.errors import InvalidRequest
 from shared.kv.journal import key_of
 from shared.predict.step_time import attended
+from shared.worker.core.lower_tiers import BATCH_BLOCKS
 from shared.worker.disk_arena import REST_S
-from shared.worker.tier_moves import BATCH_BLOCKS
 from tests.mesh.test_tiers import OTHERS, PROMPT, answered, evicted, settled
 from tests.support.fake_gateway import FakeRequest
 from tests.support.tiers import few

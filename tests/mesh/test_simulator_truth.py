@@ -1,5 +1,6 @@
 """The simulator is judged by the whole mesh: every request feels the same on both, to the rounding
-of times, and every worker's blocks end the same; whether equal steps are skipped or not."""
+of times, every worker's blocks end the same, and what lies below its pool goes the same ways; with
+equal steps skipped or not."""
 
 from __future__ import annotations
 
@@ -9,7 +10,14 @@ from dataclasses import replace
 import pytest
 import structlog
 
-from tests.support.sim_truth import Case, Outcome, drawn_case, on_the_mesh, simulated
+from tests.support.sim_truth import (
+    Case,
+    Outcome,
+    drawn_case,
+    drawn_tiers,
+    on_the_mesh,
+    simulated,
+)
 from tests.support.tiers import few
 
 ROUNDING_S = 1e-9
@@ -30,6 +38,10 @@ def require_equal(ours: Outcome, theirs: Outcome) -> None:
         assert one.finish == other.finish, idx
         assert one.token_times == pytest.approx(other.token_times, rel=0, abs=ROUNDING_S), idx
     assert ours.ledgers == theirs.ledgers
+    for tier, other in zip(ours.tiers, theirs.tiers, strict=True):
+        assert tier.decisions == other.decisions
+        assert tier.num_lost == other.num_lost
+        assert tier.block_s == pytest.approx(other.block_s, rel=1e-6)
 
 
 def judge(case: Case) -> Outcome:
@@ -52,6 +64,26 @@ def test_a_full_gateway_refuses_the_same_requests(seed: int) -> None:
     """Who runs, who waits and who is turned away: admission is in both."""
     case = replace(drawn_case(seed, num_requests=50), places=3, rate=150.0)
     assert "" in {it.finish for it in judge(case).felt}
+
+
+@pytest.mark.parametrize("seed", few(range(36), 0, 4, 34))
+def test_memory_below_the_pools_has_the_same_blocks(seed: int) -> None:
+    """Block by block and slot by slot, what goes down, gives way, comes back, and for whom."""
+    judge(drawn_tiers(drawn_case(seed, num_requests=50), has_disk=False))
+
+
+@pytest.mark.parametrize("seed", few(range(24), 4, 9))
+def test_a_disk_below_them_has_the_same_blocks(seed: int) -> None:
+    """Likewise of files, under memory or alone, also of those that are read too late."""
+    judge(drawn_tiers(drawn_case(seed, num_requests=50), has_disk=True))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("has_disk", [False, True])
+@pytest.mark.parametrize("seed", range(100))
+def test_a_hundred_seeds_with_tiers_below(seed: int, has_disk: bool) -> None:
+    """The same, at length."""
+    judge(drawn_tiers(drawn_case(seed, num_requests=200), has_disk=has_disk))
 
 
 @pytest.mark.nightly

@@ -92,15 +92,22 @@ def core_mesh(
     )
 
 
-def simulated_mesh(num_prefill: int, num_decode: int, num_mixed: int, mesh: CoreMesh) -> CoreMesh:
+def simulated_mesh(
+    num_prefill: int,
+    num_decode: int,
+    num_mixed: int,
+    mesh: CoreMesh,
+    prompt_size: WorkerSize | None = None,
+) -> CoreMesh:
     """Start so many workers on a mesh, and let them report. Mixed ones are colocated, and where the
-    policy borrows workers they serve both roles."""
+    policy borrows workers they serve both roles. prompt_size: of those that compute prompts; None =
+    as all."""
     moves = mesh.policy.moves_roles
     for _ in range(num_prefill):
-        mesh.start("prefill")
+        mesh.start("prefill", size=prompt_size)
     for _ in range(num_decode):
         mesh.start("decode")
     for _ in range(num_mixed):
-        mesh.start("decode", serves_both=moves, is_colocated=not moves)
+        mesh.start("decode", serves_both=moves, is_colocated=not moves, size=prompt_size)
     mesh.settle()
     return mesh

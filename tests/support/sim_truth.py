@@ -6,8 +6,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -15,16 +17,20 @@ from services.sim.ends import AT_ONCE_BYTES_S
 from services.sim.engine import TimedEngine
 from services.sim.mesh import CoreMesh
 from services.sim.open_loop import SimRequest, run_open_loop
-from services.sim.orders import WorkerSize
+from services.sim.orders import TierSize, WorkerSize
 from shared.config import STEP_TOKENS
 from shared.engine.fake import FakeModel, FakeTiming
 from shared.ids import Incarnation
+from shared.kv.journal import Tier
+from shared.kv.tiers import CachePolicy
 from shared.predict.times import AffineTimes
 from shared.request import FinishReason
+from shared.worker.core.lower_tiers import TierLevel
 from shared.worker.pairs import PairTable
 from shared.worker.step_times import StepTimes
 from tests.support.core_mesh import simulated_mesh
 from tests.support.loopback import LoopbackSettings
+from tests.support.timed_tiers import take_time
 from tests.support.virtual_loop import run_virtual
 from tests.support.whole_mesh import whole_mesh
 
@@ -36,6 +42,7 @@ TIMES = AffineTimes(
     decode_row_s=TIMING.decode_row_s,
     context_token_s=TIMING.context_token_s,
 )
+BLOCK_BYTES = 16 * MODEL.layout.token_bytes
 MAX_RUNNING = 64
 MAX_WAIT_S = 2.0
 SETTLED_S = 1.0
@@ -57,18 +64,32 @@ class PoolLedger(NamedTuple):
     num_hit_tokens: int
 
 
+class TierLedger(NamedTuple):
+    """What one tier decided, in order: prefixes that went down, with their tokens and slots (None =
+    no copy), and those that came back. How many were evicted before their turn, and what a load
+    took a block."""
+
+    decisions: list[tuple[Any, ...]]
+    num_lost: int
+    block_s: float
+
+
 class Outcome(NamedTuple):
-    """Of all requests, and of all workers in the order in which they joined."""
+    """Of all requests, and of all workers in the order in which they joined. tiers: theirs, the
+    fastest first."""
 
     felt: list[Felt]
     ledgers: list[PoolLedger]
+    tiers: list[TierLedger]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A mesh and a load. num_shared: tokens of which two thirds of the prompts begin with half at
-    least. most_output: of an answer. places: how many requests run at the gateway, and how many may
-    wait there. max_pending_tokens: of the gateway."""
+    """A mesh and a load. prompt_blocks: of workers that compute prompts, 0 = as all. num_shared:
+    tokens of which two thirds of the prompts begin with half at least; num_roots: of so many kinds.
+    most_output: of an answer. places: how many requests run at the gateway, and how many may wait
+    there. max_pending_tokens: of the gateway. dram_slots, ssd_slots: blocks below the pool, 0 = no
+    such tier; dram_block_s, ssd_block_s: how long each is copied."""
 
     seed: int
     num_prefill: int
@@ -77,20 +98,37 @@ class Case:
     policy: str
     num_requests: int = 200
     num_blocks: int = 2000
+    prompt_blocks: int = 0
     rate: float = 60.0
     num_shared: int = 0
+    num_roots: int = 1
     most_output: int = 60
     places: int = 512
     max_pending_tokens: int = 8192
+    dram_slots: int = 0
+    ssd_slots: int = 0
+    dram_block_s: float = 0.0
+    ssd_block_s: float = 0.0
+    cache_policy: str = "lru"
+
+    @property
+    def tiers(self) -> list[tuple[Tier, int, float]]:
+        """Which there are: slots, and seconds a block."""
+        both = (
+            (Tier.DRAM, self.dram_slots, self.dram_block_s),
+            (Tier.SSD, self.ssd_slots, self.ssd_block_s),
+        )
+        return [it for it in both if it[1]]
 
     @property
     def requests(self) -> list[SimRequest]:
         """The load, drawn from the seed."""
         rng = random.Random(self.seed)
         tokens = range(1, MODEL.vocab_size)
-        shared = rng.choices(tokens, k=self.num_shared)
+        roots = [rng.choices(tokens, k=self.num_shared) for _ in range(self.num_roots)]
         at, asked = 0.0, list[SimRequest]()
         for _ in range(self.num_requests):
+            shared = roots[0] if len(roots) == 1 else rng.choice(roots)
             begin = shared[: rng.choice((0, self.num_shared, self.num_shared // 2))]
             own = rng.choices(tokens, k=rng.randint(1, 300))
             asked.append(SimRequest(at, (*begin, *own), rng.randint(1, self.most_output)))
@@ -117,6 +155,55 @@ def drawn_case(seed: int, num_requests: int) -> Case:
         most_output=rng.choice([4, 12, 40]),
         max_pending_tokens=rng.choice([8192, 500]),
     )
+
+
+def drawn_tiers(case: Case, *, has_disk: bool) -> Case:
+    """Return the same with tiers below pools that are too small for it, memory or a disk and maybe
+    memory: quick ones and slow ones, of which a load is late."""
+    rng = random.Random(f"tiers {case.seed}")
+    return replace(
+        case,
+        # Mixed workers have answers beside, which leave no room for loads where many come.
+        prompt_blocks=rng.choice([64, 80, 160]),
+        rate=rng.choice([8.0, 20.0] if case.num_mixed else [15.0, 40.0, 150.0]),
+        num_shared=rng.choice([256, 512]),
+        num_roots=rng.choice([2, 4, 8]),
+        dram_slots=0 if has_disk and rng.random() < 0.5 else rng.choice([16, 64, 300]),
+        ssd_slots=rng.choice([40, 100, 1000]) if has_disk else 0,
+        dram_block_s=rng.choice([1e-6, 1e-4, 1e-3]) * rng.uniform(1.0, 2.0),
+        ssd_block_s=rng.choice([1e-5, 1e-4, 2e-3]) * rng.uniform(1.0, 2.0),
+        cache_policy=rng.choice(["lru", "lfu", "length-aware"]),
+    )
+
+
+def recorded(level: TierLevel) -> list[tuple[Any, ...]]:
+    """Return what a tier decides from now on. Keys are numbered as they come: an answer's tokens
+    are others in the simulator, and so are its keys."""
+    tier, told = level.tier, list[tuple[Any, ...]]()
+    numbers: dict[bytes, int] = {}
+    begin_store, begin_load = tier.begin_store, tier.begin_load
+
+    def store(key: bytes, end: int) -> int | None:
+        slot = begin_store(key, end)
+        told.append(("down", numbers.setdefault(key, len(numbers)), end, slot))
+        return slot
+
+    def load(keys: Sequence[bytes]) -> list[int]:
+        told.append(("up", *(numbers[key] for key in keys)))
+        return begin_load(keys)
+
+    tier.begin_store, tier.begin_load = store, load  # type: ignore[method-assign]
+    return told
+
+
+def is_quiet(level: TierLevel) -> bool:
+    """Nothing is copied, nor will be."""
+    return not level.queue and not level.tier.num_moving
+
+
+def levels_of(worker: Any) -> Sequence[Any]:
+    """Return what lies below a worker's pool."""
+    return [] if worker.tiers is None else worker.tiers.levels
 
 
 def ledger_of(pool: Any) -> PoolLedger:
@@ -146,9 +233,14 @@ def on_the_mesh(case: Case) -> Truth:
         "max_running": MAX_RUNNING,
         "look_ahead": False,
         "staging_mib": 128,
+        "cache_policy": case.cache_policy,
+        "dram_cache": case.dram_slots * BLOCK_BYTES,
     }
 
-    async def run() -> Truth:
+    async def run(folder: Path) -> Truth:
+        prompts = {"num_blocks": case.prompt_blocks} if case.prompt_blocks else {}
+        if case.ssd_slots:
+            both.update(ssd_cache=folder, ssd_cache_size=case.ssd_slots * BLOCK_BYTES)
         async with whole_mesh(
             num_prefill=case.num_prefill,
             num_decode=case.num_decode,
@@ -163,16 +255,21 @@ def on_the_mesh(case: Case) -> Truth:
                 "max_wait_s": MAX_WAIT_S,
                 "max_pending_tokens": case.max_pending_tokens,
             },
-            prefill={**both, "batch_tokens": 1},
+            prefill={**both, "batch_tokens": 1, **prompts},
             decode=both,
         ) as mesh:
             for _ in range(case.num_mixed):
-                await mesh.start_worker("decode", colocated=True, **both)
+                await mesh.start_worker("decode", colocated=True, **both, **prompts)
             await mesh.ready()
             mesh.fabric.settings = LoopbackSettings(latency_s=0.0, bytes_per_s=0)
             loop = asyncio.get_running_loop()
             await asyncio.sleep(SETTLED_S)
             start = loop.time()
+            levels = [level for it in mesh.workers for level in levels_of(it.worker)]
+            told = [recorded(level) for level in levels]
+            for level in levels:
+                is_disk = level.kind is Tier.SSD
+                take_time(level.arena, case.ssd_block_s if is_disk else case.dram_block_s)
             table = mesh.gateways[0].members.table
             reported = [worker.reported_at for worker in table.workers]
             felt: dict[int, Felt] = {}
@@ -188,13 +285,27 @@ def on_the_mesh(case: Case) -> Truth:
                 for idx, request in enumerate(asked):
                     tasks.create_task(ask(idx, request))
             await mesh.idle()
+            await mesh.until(lambda: all(map(is_quiet, levels)))
             ledgers = [ledger_of(running.pool) for running in mesh.workers]
-            return Truth(
-                Outcome([felt[idx] for idx in range(len(asked))], ledgers), start, reported
+            outcome = Outcome(
+                [felt[idx] for idx in range(len(asked))], ledgers, tier_ledgers(levels, told)
             )
+            return Truth(outcome, start, reported)
 
-    with _nothing_learned():
-        return run_virtual(run(), seed=case.seed)
+    with _nothing_learned(), tempfile.TemporaryDirectory() as folder:
+        return run_virtual(run(Path(folder)), seed=case.seed)
+
+
+def tier_ledgers(
+    levels: Sequence[TierLevel], told: Sequence[list[tuple[Any, ...]]]
+) -> list[TierLedger]:
+    """Return what each has decided, and see that it is whole."""
+    for level in levels:
+        level.tier.check_integrity()
+    return [
+        TierLedger(decisions, level.queue.num_lost, level.block_s.value)
+        for level, decisions in zip(levels, told, strict=True)
+    ]
 
 
 @contextlib.contextmanager
@@ -225,6 +336,11 @@ def simulated(case: Case, truth: Truth, *, skips: bool) -> Outcome:
         batch_tokens=1,
         tbt_target_s=0.05,
         num_slots=64,
+        tiers=tuple(
+            TierSize(kind, num_slots * BLOCK_BYTES, BLOCK_BYTES / block_s)
+            for kind, num_slots, block_s in case.tiers
+        ),
+        cache_policy=CachePolicy(case.cache_policy),
     )
     core = CoreMesh(
         MODEL.spec,
@@ -239,11 +355,21 @@ def simulated(case: Case, truth: Truth, *, skips: bool) -> Outcome:
         wire_s=0.0,
         skips=skips,
     )
-    mesh = simulated_mesh(case.num_prefill, case.num_decode, case.num_mixed, core)
+    prompt_size = replace(size, num_blocks=case.prompt_blocks or size.num_blocks)
+    mesh = simulated_mesh(case.num_prefill, case.num_decode, case.num_mixed, core, prompt_size)
+    levels = [
+        level
+        for it in mesh.members.values()
+        if it.core.tiers
+        for level in it.core.tiers.core.levels
+    ]
+    told = [recorded(level) for level in levels]
     for member, reported_at in zip(mesh.members.values(), truth.reported, strict=True):
         mesh.clock.at(reported_at, member.reporter.report)
     mesh.clock.at(truth.start, lambda: None)
     mesh.run(lambda: mesh.clock.now >= truth.start)
     answers = run_open_loop(mesh, case.requests)
+    mesh.run(lambda: all(map(is_quiet, levels)))
     felt = [Felt(it.token_times, "LENGTH" if it.is_complete else "") for it in answers]
-    return Outcome(felt, [ledger_of(it.core.pool) for it in mesh.members.values()])
+    ledgers = [ledger_of(it.core.pool) for it in mesh.members.values()]
+    return Outcome(felt, ledgers, tier_ledgers(levels, told))

@@ -14,6 +14,7 @@ from cyclopts import Parameter
 
 from services.cli.bench.sources import SHAPES, read_trace
 from services.cli.bench.workload import Ask, Fit, Load, Source, Workload, plan
+from services.cli.plan.tier_flags import TierFlags
 from services.cli.plan.times_flags import TimesFlags, TpotFlag, TtftFlag, read_slo
 from services.cli.plan.view import require_ranges
 from services.gateway.core.routing.routing import POLICIES
@@ -123,6 +124,7 @@ class SimFlags:
     attainment: float = 0.9
     fidelity: Literal["runs", "exact"] = "runs"
     seed: int = 0
+    tiers: TierFlags = TierFlags()  # noqa: RUF009  (frozen)
     times: TimesFlags = TimesFlags()  # noqa: RUF009  (frozen)
 
     def check(self) -> None:
@@ -150,7 +152,7 @@ class SimFlags:
             )
         self.times.check()
         # Read for what they raise.
-        for part in (self.slo, read_link(self.link), self._source):
+        for part in (self.slo, read_link(self.link), self.tiers.sizes, self._source):
             assert part is not None
 
     @property
@@ -177,6 +179,8 @@ class SimFlags:
             overload=self.overload,
             link_bytes_s=read_link(self.link),
             is_exact=self.fidelity == "exact",
+            tiers=self.tiers.sizes,
+            cache_policy=self.tiers.policy,
         )
 
     def workload_of(self, units: Sequence[Unit]) -> Workload:
@@ -287,7 +291,8 @@ class SimFlags:
     def about_times(self, shapes: Sequence[MeshShape]) -> list[str]:
         """Return in sentences where the times of the first come from, and all warnings."""
         warnings = {word: None for shape in shapes for word in self.warnings(shape)}
-        return [*(f"times: {source}" for source in self.sources(shapes[0])), *warnings]
+        sources = [f"times: {source}" for source in self.sources(shapes[0])]
+        return [*sources, *self.tiers.about, *warnings]
 
     def facts(self, run: MeshRun) -> dict[str, Any]:
         """Return a run for programs; nothing in it depends on this machine."""
@@ -304,6 +309,7 @@ class SimFlags:
             "goodput_per_worker": run.goodput,
             "latency_s": latencies(run.answers),
             "limit": asdict(binding_limit(run.felt)),
+            "cached_tokens": run.cached._asdict(),
             "errors": run.errors,
             "num_retried": run.num_retried,
             "warnings": self.warnings(run.shape),

@@ -13,6 +13,7 @@ from cyclopts import Parameter
 from services.cli.plan.explain import Explained, WhatIfFlag, explain, lines, num_runs
 from services.cli.plan.sim_flags import QS, SimFlags, latencies
 from services.cli.plan.sim_report import OutputFlag, begin_report, draw_lines, report_files
+from services.cli.plan.tier_flags import cached_line
 from services.cli.plan.view import Kept, progress, say_how_long
 from services.cli.sources import QUIET, JsonFlag
 from services.cli.words import plain_console, plain_table, print_json, print_lines
@@ -146,6 +147,7 @@ def _show_one(flags: SimFlags, runs: Sequence[MeshRun]) -> None:
         f"attainment {run.attained:.1%} of TTFT {flags.slo_ttft} and TPOT {flags.slo_tpot}; "
         f"{run.goodput:.2f} good requests/s a worker"
     )
+    print_lines(cached_line(run.cached))
     if run.errors:
         console.print(f"not served: {_errors(run)}")
 

@@ -20,6 +20,7 @@ from services.cli.client import LOCAL_GATEWAY, RunningGateway
 from services.cli.plan.seen import SeenTraffic, ask_gateway, read_seen, seen_by_gateway
 from services.cli.plan.sim_flags import GATEWAY
 from services.cli.plan.sim_report import begin_report, seen_run, simulated_run
+from services.cli.plan.tier_flags import TierFlags, cached_line
 from services.cli.plan.times_flags import TimesFlags, TpotFlag, TtftFlag, read_slo
 from services.cli.plan.view import progress, require_ranges, require_writable
 from services.cli.sources import JsonFlag
@@ -38,7 +39,7 @@ from services.planner.core.replay import (
     replay_of,
     terms_of,
 )
-from services.planner.mesh_run import MeshSetting, UnitModel, run_mesh
+from services.planner.mesh_run import MeshSetting, UnitModel, cached_tokens, run_mesh
 from services.sim.clock import WIRE_S
 from services.sim.open_loop import SimAnswer, SimRequest
 from shared.errors import InvalidRequest
@@ -89,6 +90,7 @@ class VerifyFlags:
     batch_tokens: int | None = None
     slo_ttft: TtftFlag = "1s"
     slo_tpot: TpotFlag = "100ms"
+    tiers: TierFlags = TierFlags()  # noqa: RUF009  (frozen)
     times: TimesFlags = TimesFlags()  # noqa: RUF009  (frozen)
 
     def check(self) -> None:
@@ -106,7 +108,8 @@ class VerifyFlags:
                 "above 0: nothing would be replayed",
             ),
         )
-        read_slo(self.slo_ttft, self.slo_tpot)
+        for part in (read_slo(self.slo_ttft, self.slo_tpot), self.tiers.sizes):
+            assert part is not None  # read for what they raise
 
     def require_use(self, source: Path | None, keep: Path | None) -> None:
         """Raise InvalidRequest for a flag that would say nothing of this source."""
@@ -257,7 +260,7 @@ def _felt(answer: SimAnswer, was: SeenRequest, door_s: float) -> SeenRequest:
 
 def _setting(seen: SeenTraffic, flags: VerifyFlags) -> tuple[MeshShape, MeshSetting, list[str]]:
     """The mesh as it stands, or as the flags say; and what is to be said of it."""
-    mesh, notes = seen.mesh, _notes(seen)
+    mesh, notes = seen.mesh, _notes(seen, has_tiers=bool(flags.tiers.sizes))
     policy = flags.policy or (mesh.policy if mesh is not None else GATEWAY.policy)
     if policy not in POLICIES:  # a name that a gateway tells imports nothing
         raise InvalidRequest(f"the mesh routes by {policy}: say so with --policy {policy}")
@@ -324,6 +327,8 @@ def _setting(seen: SeenTraffic, flags: VerifyFlags) -> tuple[MeshShape, MeshSett
         link_bytes_s=link or (mesh.link_bytes_s if mesh is not None else 0.0),
         batch_tokens=batch_tokens,
         wire_s=wire_s,
+        tiers=flags.tiers.sizes,
+        cache_policy=flags.tiers.policy,
     )
     if mesh is not None and mesh.max_running:
         # Not its ``overload``: whom it refused is not replayed, and would be refused once more.
@@ -348,7 +353,7 @@ def _require_same_model(seen: SeenTraffic, times: TimesFlags) -> None:
         )
 
 
-def _notes(seen: SeenTraffic) -> list[str]:
+def _notes(seen: SeenTraffic, *, has_tiers: bool) -> list[str]:
     notes: list[str] = []
     if seen.left_out:
         notes.append(f"left out, for they brought no token: {seen.left_out}")
@@ -367,6 +372,13 @@ def _notes(seen: SeenTraffic) -> list[str]:
                 f"served by workers that are here no longer: {gone}; the mesh is replayed as it "
                 "stands"
             )
+    asked = () if seen.mesh is None or has_tiers else seen.mesh.requests
+    below = sum(any(it.receipt.get(f"{tier}_tokens") for tier in ("dram", "ssd")) for it in asked)
+    if below:
+        notes.append(
+            f"had KV from below the pools, of which the replay knows none: {below}; give the "
+            "workers' --dram-cache, and as --ssd-cache their --ssd-cache-size"
+        )
     if seen.is_client:
         notes.append(
             "times are a client's: HTTP and the way to the gateway are in TTFT, and not simulated"
@@ -391,6 +403,7 @@ def facts_of(found: Verified) -> dict[str, Any]:
             of: None if (term := comparison.worst(of)) is None else term.name
             for of in ("TTFT", "TPOT")
         },
+        "cached_tokens": cached_tokens(found.answers)._asdict(),
         "notes": found.notes,
     }
 
@@ -423,6 +436,7 @@ def _show(found: Verified) -> None:
         if (worst := comparison.worst(of)) is not None:
             name = worst.name.replace("_", " ")
             console.print(f"{of} is off most in {name}: {MEANING[worst.name]}", soft_wrap=True)
+    print_lines(cached_line(cached_tokens(found.answers)))
     console.print(f"times: {found.times.source}", soft_wrap=True)
     console.print(
         f"a message is under way for {time_text(found.setting.wire_s)}, the gateway itself takes "

@@ -114,7 +114,7 @@ class ReplayedWorker:
         return num_hits
 
     def _promote(self, tokens: Sequence[int]) -> None:
-        """Bring what the pool lacks up from the tier, as ``TierMoves`` does when all of it pays."""
+        """Bring what the pool lacks up from the tier, as ``LowerTiers`` does if all of it pays."""
         if self.tier is None:
             return
         pool, chain = self.pool, self.pool.new_chain()

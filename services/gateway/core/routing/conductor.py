@@ -190,7 +190,7 @@ def _taken_shares(sides: Sides) -> Sequence[float]:
 
 def _terms_of(worker: Worker, request: RouteRequest, *, is_s: bool) -> PromptTerms:
     """Return what a worker's score is made of that fetches nothing. It loads what lies below its
-    pool, unless computing that is predicted to be quicker (``TierMoves``)."""
+    pool, unless computing that is predicted to be quicker (``LowerTiers``)."""
     num_tokens, hit = request.num_tokens, request.cached.get(worker.place, NOTHING)
     # The prompt's last token is computed even if its KV is cached: token 1 comes out of it.
     cached, in_pool = min(hit.tokens, num_tokens - 1), min(hit.in_pool, num_tokens - 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shared.errors import LocalProtocolError
+from shared.errors import InvariantViolated, LocalProtocolError
 from shared.kv.events import BlockRemoved, BlockStored
 from shared.kv.tiers import CachePolicy, SlotState, SlotTier, WriteBehind
 
@@ -67,6 +67,21 @@ def test_damage_goes_when_its_last_reader_has() -> None:
     assert tier.begin_store(b"2", 2) is None
     tier.end_load([b"1"])
     assert tier.begin_store(b"2", 2) == 0
+
+
+@pytest.mark.parametrize(
+    ("slot", "num_free"), [(2, 2), (2, 1), (1, 2), (0, 0)], ids=["more", "beyond", "twice", "lost"]
+)
+def test_a_slot_that_is_none_is_noticed(slot: int, num_free: int) -> None:
+    """Each of a tier's slots is counted once, and nothing lies beyond its room, whether another is
+    missing for it or not."""
+    tier = SlotTier(2)
+    tier.restore([(0, b"1", 1)])
+    tier.check_integrity()
+    (entry,) = tier._entries.values()
+    entry.slot, tier._free = slot, [0, 1][:num_free]
+    with pytest.raises(InvariantViolated):
+        tier.check_integrity()
 
 
 def test_parents_are_copied_before_what_continues_them() -> None:

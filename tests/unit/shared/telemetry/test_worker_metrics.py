@@ -12,7 +12,6 @@ from prometheus_client import generate_latest
 from shared.telemetry.listener import serve_metrics
 from shared.telemetry.worker import (
     DecodeMetrics,
-    MovingMean,
     PairSpeed,
     PrefillMetrics,
     WorkerHoldings,
@@ -96,15 +95,6 @@ def test_a_late_loop_is_counted_and_doubted() -> None:
     assert b'pdmesh_prefill_loop_lag_seconds_bucket{le="0.004"} 0.0' in text
     assert b'pdmesh_prefill_loop_lag_seconds_bucket{le="0.005"} 1.0' in text
     assert b"pdmesh_prefill_loop_lag_seconds_count 2.0" in text
-
-
-def test_the_first_value_of_a_moving_mean_counts_whole() -> None:
-    """Otherwise the first steps would look fast."""
-    mean = MovingMean(weight=0.5)
-    mean.add(4.0)
-    assert mean.value == 4.0
-    mean.add(2.0)
-    assert mean.value == 3.0
 
 
 async def test_the_door_answers_metrics_health_and_readiness() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,52 @@ def test_a_run_says_what_was_felt(capsys: pytest.CaptureFixture[str]) -> None:
     warned = told(capsys, "1D+1M")["warnings"]
     assert warned == ["nobody computes prompts for D, which does nothing: add a P"]
     assert told(capsys, "1D+1M", "--policy", "splitwise")["warnings"] == []
+
+
+def test_tiers_below_pools_have_the_flags_of_a_worker(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run says what was cached where, and which copy times that goes by."""
+    trace = tmp_path / "trace.jsonl"
+    with trace.open("w") as file:
+        for idx in range(9):
+            ids = [10 * (idx % 3) + block for block in range(3)]
+            row = {"timestamp": 5000 * idx, "input_length": 1536, "output_length": 2}
+            file.write(json.dumps(row | {"hash_ids": ids}) + "\n")
+    load = ["--workload", str(trace), "--num-requests", "9", "--rate", "0.2", "--no-what-if"]
+    command = ["plan", "simulate", "1M", *load, "--kv-tokens", "2000"]
+    assert main(command) == 0
+    assert "cached" not in capsys.readouterr().out
+    both = ["--dram-cache", "40GB", "--ssd-cache", "1TB", "--cache-policy", "lfu"]
+    assert main([*command, *both, "--ssd-bandwidth", "3GB/s"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^cached: (\S+)% of the prompts' tokens; \1% came from memory$", said, re.M)
+    assert "tiers: memory 10GB/s and disk 3GB/s, as given or assumed" in said
+    assert main([*command, "--ssd-cache", "1TB", "--json"]) == 0
+    cached = json.loads(capsys.readouterr().out)["cached_tokens"]
+    assert cached["prompts"] == 9 * 1536
+    assert cached["ssd"] > 0 == cached["pool"] + cached["dram"] + cached["fetched"]
+
+
+@pytest.mark.parametrize(
+    ("command", "flag", "value", "remedy"),
+    [
+        ("simulate 1M", "--dram-cache", "4", "holds not one KV block of"),
+        ("compare 1M 2M", "--dram-cache", "4 gigs", "must be a number with a unit"),
+        ("fleet", "--dram-cache", "9999TB", "must be at most"),
+        ("verify x", "--ssd-cache", "/kv", "it is the room itself, no folder"),
+        ("map 2", "--dram-bandwidth", "0GB/s", "must be a rate above zero such as 10GB/s"),
+        ("simulate 1M", "--ssd-bandwidth", "2GB", "must be a rate above zero such as 10GB/s"),
+    ],
+)
+def test_tiers_that_no_worker_can_have(
+    command: str, flag: str, value: str, remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line names the flag and the remedy, wherever it is given, before anything is searched."""
+    assert main(["plan", *command.split(), flag, value]) == 2
+    said = capsys.readouterr().err
+    assert flag in said
+    assert remedy in said
 
 
 def test_a_mesh_has_a_gateway_as_it_is_by_default() -> None:

@@ -156,19 +156,21 @@ def test_a_prompt_whose_beginning_is_older_than_all_that_is_told_finds_it(
 
 def test_what_is_left_out_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     """Requests without a token, those that go on, those that were tried twice, workers that have
-    gone."""
+    gone, tiers that nobody told of."""
     body = recent()
     refused, going, retried, elsewhere = body["requests"][:4]
     refused["receipt"] |= {"ttft_s": None, "attempts": 0}
     refused["error"] = "overloaded"
     going["ended"] = False
     retried["receipt"]["attempts"] = 2
-    elsewhere["receipt"]["prefill"] = "f" * 16
+    elsewhere["receipt"] |= {"prefill": "f" * 16, "ssd_tokens": 16}
     _, facts = verified(body, capsys)
     assert facts["num_requests"] == 59
     said = "; ".join(facts["notes"])
-    for words in ("no token: 1", "go on: 1", "more than one attempt: 1", "no longer: 1"):
-        assert words in said
+    words = ("no token: 1", "go on: 1", "more than one attempt: 1", "no longer: 1", "knows none: 1")
+    assert all(word in said for word in words)
+    _, facts = verified(body, capsys, "--ssd-cache", "1GB")
+    assert "knows none" not in "; ".join(facts["notes"])
 
 
 @pytest.mark.slow

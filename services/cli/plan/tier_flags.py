@@ -1,0 +1,118 @@
+"""Tiers below the pools of simulated workers: their flags, and what is said of what they held."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from cyclopts import Parameter
+
+from services.planner.core.kv_size import read_link
+from services.planner.mesh_run import CachedTokens
+from services.sim.orders import TierSize
+from shared.errors import InvalidRequest
+from shared.kv.journal import Tier
+from shared.kv.tiers import CachePolicy
+from shared.quantity import read_quantity
+
+MOST_BYTES: Final = 1 << 50
+"""As of a worker's own settings."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class TierFlags:
+    """Cache tiers below the pool of each worker that computes prompts, as a worker's own flags.
+
+    Parameters
+    ----------
+    dram_cache
+        Host memory below the KV pool, as 4GB: a worker's --dram-cache; 0 = none.
+    ssd_cache
+        Room on disk below that, as 40GB: a worker's --ssd-cache-size, for here nothing is written
+        and no folder is named; 0 = none.
+    cache_policy
+        What gives way there: a worker's --cache-policy.
+    dram_bandwidth
+        Copies between the pool and memory, either way, one after the other. The default is an
+        assumption: measure yours.
+    ssd_bandwidth
+        Likewise of the disk.
+    """
+
+    dram_cache: str = "0"
+    ssd_cache: str = "0"
+    cache_policy: Literal["lru", "lfu", "length-aware"] = "lru"
+    dram_bandwidth: str = "10GB/s"
+    ssd_bandwidth: str = "2GB/s"
+
+    @property
+    def policy(self) -> CachePolicy:
+        return CachePolicy(self.cache_policy)
+
+    @property
+    def sizes(self) -> tuple[TierSize, ...]:
+        """Which tiers there are, the fastest first. Raises InvalidRequest, with what is allowed."""
+        both = (
+            TierSize(
+                Tier.DRAM,
+                _bytes("--dram-cache", self.dram_cache),
+                _rate("--dram-bandwidth", self.dram_bandwidth),
+            ),
+            TierSize(
+                Tier.SSD,
+                _bytes("--ssd-cache", self.ssd_cache),
+                _rate("--ssd-bandwidth", self.ssd_bandwidth),
+            ),
+        )
+        return tuple(it for it in both if it.num_bytes)
+
+    @property
+    def about(self) -> list[str]:
+        """Return in a sentence how quick they are, and that this is assumed."""
+        rates = {Tier.DRAM: self.dram_bandwidth, Tier.SSD: self.ssd_bandwidth}
+        words = [f"{_PLACES[it.kind]} {rates[it.kind]}" for it in self.sizes]
+        if not words:
+            return []
+        return [f"tiers: {' and '.join(words)}, as given or assumed; copies go one by one"]
+
+
+_PLACES: Final = {Tier.DRAM: "memory", Tier.SSD: "disk"}
+
+
+def _bytes(flag: str, text: str) -> int:
+    if text.strip().isdecimal() and len(text) < 20:
+        num = int(text)
+    else:
+        try:
+            num = int(read_quantity(text, "B"))
+        except ValueError as error:
+            folder = ": it is the room itself, no folder" if "/" in text else ""
+            raise InvalidRequest(f"{flag} {error}{folder}") from None
+    if num > MOST_BYTES:
+        raise InvalidRequest(f"{flag} must be at most {MOST_BYTES} bytes, not {text!r}")
+    return num
+
+
+def _rate(flag: str, text: str) -> float:
+    try:
+        return read_link(text)
+    except InvalidRequest:
+        raise InvalidRequest(
+            f"{flag} must be a rate above zero such as 10GB/s (bytes), not {text!r}"
+        ) from None
+
+
+def cached_line(cached: CachedTokens) -> list[str]:
+    """Return in a sentence where what was not computed of the prompts lay; nothing, if all was."""
+    if not cached.num_cached:
+        return []
+    parts = (
+        (cached.pool, "lay in pools"),
+        (cached.dram, "came from memory"),
+        (cached.ssd, "came from disk"),
+        (cached.fetched, "came from other workers"),
+    )
+    said = [f"{num / cached.prompts:.1%} {word}" for num, word in parts if num]
+    share = cached.num_cached / cached.prompts
+    return [f"cached: {share:.1%} of the prompts' tokens; {', '.join(said)}"]
