@@ -18,6 +18,7 @@ recompute preemption). The oldest never does, so somebody always finishes; one t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 
 from shared.errors import LocalProtocolError, NoBlocks, NoCapacity
 from shared.kv.pool import BlockPool, BlockTable
@@ -109,7 +110,7 @@ class Scheduler:
 
     def await_prefix(self, sequence: Sequence, num_tokens: int) -> None:
         """KV of so many leading tokens is on its way into the prefix cache: do not let this prompt
-        in before ``prefix_ended``. It keeps its place, and others go on meanwhile."""
+        in before ``prefix_ended``. It keeps its place, and others that leave it room go on."""
         sequence.awaits_prefix = True
         sequence.num_expected_tokens = max(sequence.num_expected_tokens, num_tokens)
 
@@ -330,7 +331,13 @@ class Scheduler:
     def _admit(self, sequence: Sequence) -> bool:
         pool, tokens = self._pool, sequence.tokens
         most = sequence.most_cached_tokens
-        table = pool.acquire(sequence.chain, tokens, len(tokens), max_hit_tokens=most)
+        # Prompts whose KV goes elsewhere have room promised there in the order in which they came.
+        # Who passes one leaves it room here: else each of the two could hold what the other needs.
+        passed = takewhile(lambda it: it is not sequence, self._queues.waiting)
+        keep_free = sum(pool.num_blocks_for(it.num_tokens) for it in passed if it.is_prefill_only)
+        table = pool.acquire(
+            sequence.chain, tokens, len(tokens), max_hit_tokens=most, keep_free=keep_free
+        )
         if table is None:
             return False
         sequence.table = table

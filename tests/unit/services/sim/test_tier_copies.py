@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from services.planner.mesh_run import cached_tokens
@@ -99,6 +101,35 @@ def test_a_worker_that_dies_while_blocks_are_copied_takes_nobody_along(delay_us:
     mesh.clock.after(delay_us / 1e6, lambda: mesh.kill(first))
     answers = run_open_loop(mesh, CONVERSATIONS)
     assert all(it.is_complete for it in answers)
+
+
+@pytest.mark.parametrize(("seed", "rate"), [(0, 60.0), (1, 60.0), (5, 150.0)])
+def test_prompts_that_pass_one_that_loads_do_not_wait_for_it_for_ever(
+    seed: int, rate: float
+) -> None:
+    """Its KV has room on decode before theirs has. Without room of its own on prefill it waited for
+    them there, and they for it, as long as a transfer may take, and failed."""
+    rng, at, requests = random.Random(seed), 0.0, list[SimRequest]()
+    for idx in range(60):
+        root, own = rng.randrange(4) + 1, 100 + idx
+        prompt = (root,) * rng.choice((0, 512, 256)) + (own,) * rng.randint(1, 300)
+        requests.append(SimRequest(at, prompt, rng.randint(1, 12)))
+        at += rng.expovariate(rate)
+    times = AffineTimes(base_s=2e-3, prompt_token_s=2e-5, decode_row_s=5e-5, context_token_s=1e-8)
+    tiers = (memory(300, BLOCK_BYTES / 2e-4),)
+    size = WorkerSize(num_blocks=64, num_slots=64, batch_tokens=1, tiers=tiers)
+    core = CoreMesh(
+        SPEC,
+        LAYOUT,
+        lambda _: TimedEngine(times),
+        size,
+        policy="round_robin",
+        max_running=512,
+        max_waiting=512,
+    )
+    answers = run_open_loop(simulated_mesh(1, 1, 0, core), requests)
+    assert all(it.is_complete for it in answers)
+    assert max(map(ttft_s, answers)) < 1.0
 
 
 def test_a_fetch_waits_for_no_room() -> None:

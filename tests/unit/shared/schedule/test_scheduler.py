@@ -926,6 +926,24 @@ def test_who_awaits_its_prefix_keeps_its_place_and_holds_nobody_up() -> None:
     worker.scheduler.check_integrity()
 
 
+@pytest.mark.parametrize("is_pushed", [True, False])
+def test_who_passes_a_prompt_leaves_it_room(is_pushed: bool) -> None:
+    """A prompt whose KV goes elsewhere has room there before who passes it has, and keeps what it
+    needs here; of a whole request nobody waits for what it holds."""
+    worker = Worker(token_budget=64, block_size=4, num_blocks=8)
+    first, second, third = (a_sequence(tuple(range(i, i + 12)), max_tokens=1) for i in (1, 20, 40))
+    add = worker.scheduler.add_prefill if is_pushed else worker.scheduler.add
+    add(first)
+    worker.scheduler.await_prefix(first, 4)
+    for sequence in (second, third):
+        worker.scheduler.add_prefill(sequence)
+    plan = worker.scheduler.plan()
+    assert plan.sequences == ((second,) if is_pushed else (second, third))
+    commit(worker, plan)
+    worker.scheduler.prefix_ended(first)
+    assert (first in worker.scheduler.plan().sequences) is is_pushed
+
+
 def test_who_awaits_its_grammar_holds_nobody_up() -> None:
     """Nor is it let in while its prefix is on its way."""
     worker = Worker(token_budget=64, block_size=4)
