@@ -11,7 +11,7 @@ This module knows no transport: no HTTP or gRPC number stands here.
 from __future__ import annotations
 
 from enum import Enum
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 
 class Retry(Enum):
@@ -208,3 +208,20 @@ ERROR_TYPES: dict[str, type[MeshError]] = {
     )
 }  # fmt: skip
 """Wire name -> class: how an error that crossed a stream becomes an exception again."""
+
+ErrorT = TypeVar("ErrorT", bound=BaseException)
+
+
+def without_frames(error: ErrorT) -> ErrorT:
+    """Take from an error, and from those that led to it, the frames that they came through.
+
+    For who keeps an error, and who has dealt with one: frames keep what their names say, a whole
+    request with its prompt, and often the error itself or the task that it ended. That circle only
+    the garbage collector would free, which comes late.
+    """
+    errors: list[BaseException] = [error]
+    for one in errors:
+        one.__traceback__ = None
+        led_to_it = (one.__cause__, one.__context__)
+        errors += [it for it in led_to_it if it is not None and it not in errors]
+    return error

@@ -120,6 +120,11 @@ class Mesh(Protocol):
         """One sentence, empty when ready."""
         ...
 
+    @property
+    def is_draining(self) -> bool:
+        """Whether nothing new is taken any more, because this process ends."""
+        ...
+
     def cluster(self) -> dict[str, Any]:
         """Return workers, load and the last minute's traffic, JSON-ready: see ``cluster.py``."""
         ...

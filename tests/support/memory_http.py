@@ -38,6 +38,7 @@ class MemoryLink(asyncio.Transport):
 
     def __init__(self, door: Door) -> None:
         super().__init__()
+        self.door = door
         self._protocol = door()
         self.reader = asyncio.StreamReader()
         self.closed = asyncio.Event()
@@ -53,6 +54,12 @@ class MemoryLink(asyncio.Transport):
 
     def get_write_buffer_size(self) -> int:
         return 0
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
+    def can_write_eof(self) -> bool:
+        return False
 
     def is_closing(self) -> bool:
         return self.closed.is_set()

@@ -53,7 +53,7 @@ class ScriptedGeneration:
         self._num_prompt_tokens = len(request.token_ids)
         self._arrivals = arrivals
         self._receipt = receipt
-        self._take = take
+        self._take: Take | None = take
         self._failure: MeshError | None = None
         self.is_over = False
 
@@ -62,12 +62,16 @@ class ScriptedGeneration:
             raise self._failure
         try:
             async for tokens in self._arrivals:
-                if self._take(tokens):
+                if self._take is not None and self._take(tokens):
                     return True
         except MeshError as failure:
             self._failure = failure
             raise
         return False
+
+    def leave(self) -> None:
+        """Forget the consumer, as a real mesh does, for the consumer knows this one."""
+        self._take = None
 
     @property
     def first_token_at(self) -> float | None:
@@ -89,6 +93,7 @@ class ScriptedMesh:
         self.script = script or saying("hello and the end")
         self.model = model
         self.not_ready_reason = "" if model is not None else "no worker has joined yet"
+        self.is_draining = False
         self.refusal: Exception | None = None
         self.receipt: dict[str, Any] = {"ttft_s": 0.5}
         self.requests: list[GenerationRequest] = []
@@ -143,7 +148,10 @@ class ScriptedMesh:
         try:
             async with aclosing(self.script(request)) as arrivals:
                 generation = ScriptedGeneration(request, take, arrivals, self.receipt)
-                yield generation
+                try:
+                    yield generation
+                finally:
+                    generation.leave()
             generation.is_over = True
         finally:
             self._count(-1)

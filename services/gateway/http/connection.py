@@ -10,7 +10,6 @@ to one function, and what that raises is its bug.
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -25,7 +24,8 @@ from aiohttp.streams import StreamReader
 
 from services.gateway import limits
 from services.gateway.http.messages import Response, bad_http, error_response, head_of, too_large
-from shared.errors import Overloaded
+from services.gateway.http.stalls import keep_little_in_kernel, unless_stalled
+from shared.errors import Overloaded, without_frames
 from shared.listening import listen_at
 from shared.rpc.network import Address
 from shared.rpc.tls import HANDSHAKE_WITHIN_S, HTTP, ServerTls
@@ -35,7 +35,7 @@ HEADER_TIMEOUT_S = 30.0
 """How long the headers of a request may take; also those of a connection's first one to begin."""
 KEEPALIVE_S = 75.0
 LINGER_S = 2.0
-"""How long an unread body is drained after an early answer, so that its client can read that."""
+"""How long what a client still sends is drained after an early answer, so that it can read that."""
 
 BUFFER_BYTES = 64 << 10
 """Unsent bytes of a response beyond which its writer waits; the kernel holds about as much
@@ -149,6 +149,7 @@ class _Listener:
 
     handler: Handler
     headers_for: HeadersFor | None
+    is_draining: Callable[[], bool]
     tasks: asyncio.TaskGroup
     connections: set[Connection] = field(default_factory=lambda: set())
     idle: dict[Connection, None] = field(default_factory=lambda: {})  # longest first
@@ -183,7 +184,7 @@ class Connection(BaseProtocol):
     """One client. A request is answered by a task, which goes on as long as more have arrived."""
 
     def __init__(self, listener: _Listener, loop: asyncio.AbstractEventLoop) -> None:
-        self._requests: HttpRequestParser = HttpRequestParser(
+        self._requests: HttpRequestParser | None = HttpRequestParser(
             self,
             loop,
             BUFFER_BYTES,
@@ -222,12 +223,13 @@ class Connection(BaseProtocol):
             return
         listener.connections.add(self)
         listener.idle[self] = None
-        self._look_at(self._idle_since + HEADER_TIMEOUT_S)
+        self._call_at(self._idle_since + HEADER_TIMEOUT_S, self._look)
 
     def data_received(self, data: bytes) -> None:
-        if self._is_over:
+        body = self._last_body
+        is_of_body = body is not None and not body.is_eof() and body.exception() is None
+        if self._requests is None or (self._is_over and not is_of_body):
             return
-        is_of_body = (body := self._last_body) is not None and not body.is_eof()
         try:
             messages, is_upgraded, _ = self._requests.feed_data(data)
         except HttpProcessingError:
@@ -235,6 +237,8 @@ class Connection(BaseProtocol):
             if body is not None and not body.is_eof():
                 body.set_exception(BrokenBody())  # of the request that is being answered
             messages, is_upgraded = (), False
+        if self._is_over and not self._is_broken:
+            return  # of the last request the end of its body is waited for (``_linger``)
         if messages:
             self._head_since = None
             self._waiting.extend(messages)
@@ -243,7 +247,7 @@ class Connection(BaseProtocol):
                 self._pause_reading_for_buffer()
         elif data and not is_of_body and self._head_since is None:
             self._head_since = self._loop.time()
-            self._look_at(self._head_since + HEADER_TIMEOUT_S)
+            self._call_at(self._head_since + HEADER_TIMEOUT_S, self._look)
         if is_upgraded:
             self._is_over = True  # to a protocol that nobody speaks here: the answer says so
         if self._task is None and (self._waiting or self._is_broken):
@@ -260,6 +264,11 @@ class Connection(BaseProtocol):
         self.listener.forget(self)
         if self._watch is not None:
             self._watch.cancel()
+        # What knows this connection, too: only the garbage collector would free them.
+        if self._last_body is not None and (broken := self._last_body.exception()) is not None:
+            without_frames(broken)
+        self._requests = self._parser = self._last_body = None
+        self._waiting.clear()
         if self._task is not None:
             self._task.cancel()
 
@@ -270,12 +279,13 @@ class Connection(BaseProtocol):
             while self._waiting:
                 request = HttpRequest(self, *self._waiting.popleft())
                 self._has_asked = True
-                self._requests.message_consumed()
+                if self._requests is not None:
+                    self._requests.message_consumed()
                 if self._buffer_paused and len(self._waiting) <= MAX_PIPELINED // 2:
                     self._read_on()
                 # If what follows is no HTTP, that is told in a response of its own (``_complain``).
                 is_over = self._is_over and not self._is_broken and not self._waiting
-                request.is_last |= is_over or self.listener.is_closing
+                request.is_last |= is_over
                 try:
                     response = await self.listener.handler(request)
                 finally:
@@ -312,6 +322,7 @@ class Connection(BaseProtocol):
             self._resume_reading_for_buffer()
 
     async def _linger(self, request: HttpRequest) -> None:
+        """Wait for the end of its body, or of the connection, whichever comes first."""
         request.is_last = self._is_over = True
         try:
             async with asyncio.timeout(LINGER_S):
@@ -323,22 +334,28 @@ class Connection(BaseProtocol):
         response = error_response(bad_http(), status=400)
         framing = {"Content-Length": str(len(response.body)), "Connection": "close"}
         self.write(head_of(response.status, {**response.headers, **framing}) + response.body)
+        if (transport := self.transport) is not None and transport.can_write_eof():
+            transport.write_eof()
+            # Until the client leaves: what it still sends is dropped, for the same reason.
+            await asyncio.sleep(LINGER_S)
 
     # --- responses ------------------------------------------------------------------------------
 
     def head(self, request: HttpRequest, status: int, headers: Mapping[str, str]) -> bytes:
         """Return the head of a response, with what its connection and its origin ask for."""
         whole = dict(headers)
+        listener = self.listener
         # After an answer to what has not all arrived the connection is closed (``_linger``).
-        if not request.has_arrived or "Connection" in whole:
+        is_last = not request.has_arrived or "Connection" in whole
+        if is_last or listener.is_closing or listener.is_draining():
             request.is_last = True
         if request.is_last:
             self._is_over = True
             whole["Connection"] = "close"
         elif not request.is_http11:
             whole["Connection"] = "keep-alive"
-        if self.listener.headers_for is not None:
-            whole |= self.listener.headers_for(request)
+        if listener.headers_for is not None:
+            whole |= listener.headers_for(request)
         return head_of(status, whole)
 
     async def send(self, request: HttpRequest, response: Response) -> None:
@@ -379,7 +396,7 @@ class Connection(BaseProtocol):
         transport = self.transport
         if transport is not None and not transport.is_closing():
             if transport.get_write_buffer_size():
-                self._loop.call_later(limits.STALL_S, self.abort)
+                self._call_at(self._loop.time() + limits.STALL_S, self.abort)
             transport.close()
 
     def abort(self) -> None:
@@ -395,16 +412,26 @@ class Connection(BaseProtocol):
         elif self._head_since is not None:
             give_up_at = max(self._head_since, self._idle_since) + HEADER_TIMEOUT_S
         else:
-            give_up_at = self._idle_since + (KEEPALIVE_S if self._has_asked else HEADER_TIMEOUT_S)
+            give_up_at = self._idle_since + HEADER_TIMEOUT_S
+            if now >= give_up_at and self._has_asked and not self._has_begun_another():
+                give_up_at = self._idle_since + KEEPALIVE_S
         if now < give_up_at:
-            self._look_at(give_up_at)
+            self._call_at(give_up_at, self._look)
         else:
             self.end()
 
-    def _look_at(self, when: float) -> None:
+    def _has_begun_another(self) -> bool:
+        """Whether a head has begun in one piece with the request before it, which nothing else
+        tells. If so, the parser is of no use any more."""
+        try:
+            return self._requests is not None and self._requests.feed_eof() is not None
+        except HttpProcessingError:
+            return True
+
+    def _call_at(self, when: float, act: Callable[[], None]) -> None:
         if self._watch is not None:
             self._watch.cancel()
-        self._watch = self._loop.call_at(when, self._look)
+        self._watch = self._loop.call_at(when, act)
 
 
 @asynccontextmanager
@@ -413,6 +440,7 @@ async def listen(
     address: Address,
     *,
     headers_for: HeadersFor | None = None,
+    is_draining: Callable[[], bool] = lambda: False,
     own_port: int = 0,
     drain_s: float = 30.0,
     reuse_port: bool = False,
@@ -421,7 +449,8 @@ async def listen(
     """Serve until the block ends, then wait at most ``drain_s`` for running requests and cancel the
     rest.
 
-    Yields the address, with the real port if 0 was asked for. reuse_port: other processes may
+    Yields the address, with the real port if 0 was asked for. is_draining: whether this process
+    ends soon, so that each answer is its connection's last. reuse_port: other processes may
     listen there, too; the kernel deals connections out. own_port: a second port, which stays this
     process's own, 0 = none. A client that disconnects cancels its
     handler at once. Raises OSError: the port is in use. InvalidRequest: a file of ``tls`` is
@@ -430,7 +459,7 @@ async def listen(
     loop = asyncio.get_running_loop()
     with plain_errors():
         async with TaskGroup() as tasks:
-            listener = _Listener(handler, headers_for, tasks)
+            listener = _Listener(handler, headers_for, is_draining, tasks)
             listen_on = partial(
                 listen_at,
                 lambda: Connection(listener, loop),
@@ -448,44 +477,3 @@ async def listen(
                 for server in servers:
                     server.close()
                 await listener.close(drain_s)
-
-
-def keep_little_in_kernel(transport: asyncio.WriteTransport, num_bytes: int) -> None:
-    """Give the socket a send buffer of about ``num_bytes``.
-
-    Else it takes megabytes before a slow client shows, and then nothing until a third of them has
-    left: what is read steadily would look like a stall.
-    """
-    connection: Any = transport.get_extra_info("socket")
-    if connection is not None:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, num_bytes)
-
-
-async def unless_stalled(
-    writing: Awaitable[None], transport: asyncio.WriteTransport, stall_s: float
-) -> None:
-    """Await ``writing``, which waits for room in the transport's buffer.
-
-    Raises TimeoutError: for ``stall_s`` not a byte of the buffer has left. A client that reads
-    slowly is waited for, however long it takes.
-    """
-    loop = asyncio.get_running_loop()
-    unsent_bytes = -1  # nobody has looked
-
-    def look() -> None:
-        nonlocal unsent_bytes, timer
-        still_bytes = transport.get_write_buffer_size()
-        # More than before means that we have written, which we do only where there was room.
-        if still_bytes == unsent_bytes:
-            limit.reschedule(loop.time())
-        else:
-            unsent_bytes = still_bytes
-            timer = loop.call_later(stall_s, look)
-
-    # Not before ``writing`` has begun: an empty buffer would be what nothing can be less than.
-    timer: asyncio.Handle = loop.call_soon(look)
-    try:
-        async with asyncio.timeout(None) as limit:
-            await writing
-    finally:
-        timer.cancel()

@@ -91,6 +91,7 @@ def serve_http(
         Routes(front, HttpDoor(front).routes(), pages).handle,
         address,
         headers_for=pages.headers_for if origins else None,
+        is_draining=lambda: front.mesh.is_draining,
         own_port=own_port,
         drain_s=drain_s,
         reuse_port=reuse_port,

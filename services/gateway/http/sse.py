@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-from services.gateway.http.connection import BUFFER_BYTES, HttpRequest, keep_little_in_kernel
+from services.gateway.http.connection import BUFFER_BYTES, HttpRequest
+from services.gateway.http.stalls import keep_little_in_kernel
 from services.gateway.limits import STALL_S
 from shared.errors import DeadlinePassed
 

@@ -114,7 +114,7 @@ class GatewayMesh:
             watchers = (*watchers, self.planner)
         self._watchers = (*watchers, MeshWatcher(self._window, members))
         self._delivery = Delivery(self._watchers)
-        self._is_draining = False
+        self.is_draining = False
         self._idle = asyncio.Event()
         self._idle.set()
         self._admission = Admission(
@@ -151,13 +151,13 @@ class GatewayMesh:
         self._num_early += 1
         try:
             async with asyncio.timeout_at(until):
-                while self.model is None and may_wait and not self._is_draining:
+                while self.model is None and may_wait and not self.is_draining:
                     await self._members.usability.next.wait()
         except TimeoutError:
             pass
         finally:
             self._num_early -= 1
-        if self._is_draining:
+        if self.is_draining:
             raise ShuttingDown("this gateway is shutting down", retry_after_s=1.0)
         if (model := self.model) is None:
             raise Overloaded(self.not_ready_reason, code="not_ready", retry_after_s=1.0)
@@ -169,7 +169,7 @@ class GatewayMesh:
 
     @property
     def not_ready_reason(self) -> str:
-        if self._is_draining:
+        if self.is_draining:
             return "the gateway is shutting down"
         return self._members.table.why_not_ready()
 
@@ -252,7 +252,7 @@ class GatewayMesh:
         """Admit a request and dispatch it; ``leave`` follows, whatever comes of it."""
         request = stay.request
         # A further answer is of a request that is here already: that is finished as a whole.
-        if self._is_draining and not request.follows:
+        if self.is_draining and not request.follows:
             raise ShuttingDown("this gateway is shutting down", retry_after_s=1.0)
         timeline = Timeline(
             request.arrived_at,
@@ -355,7 +355,7 @@ class GatewayMesh:
 
         What is left then fails with ShuttingDown.
         """
-        self._is_draining = True
+        self.is_draining = True
         self._members.usability.tell()
         try:
             async with asyncio.timeout(limit_s):

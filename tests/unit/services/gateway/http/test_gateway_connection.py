@@ -226,6 +226,21 @@ async def test_what_is_no_http_after_a_request_is_told_after_its_answer() -> Non
     assert [status for status, _, _ in answers] == [200, 400]
 
 
+async def test_who_sends_a_head_that_is_too_large_can_read_so() -> None:
+    """Though most of it has not been looked at when that is told."""
+    head = HEALTH[:-2] + b"X: %b\r\n\r\n" % (b"y" * 4_000_000)
+    async with http_gateway(ScriptedMesh()) as url, raw_connection(url) as (reader, writer):
+        writer.write(head)
+        await asyncio.sleep(0)
+        ((status, headers, _),) = split(await reader.read())
+        assert (status, headers["connection"]) == (400, "close")
+        async with asyncio.timeout(LINGER_S / 2):
+            await writer.drain()
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+
+
 async def test_a_protocol_that_nobody_speaks_is_not_switched_to() -> None:
     """What follows the request is not looked at."""
     request = LAST.replace(b"Connection: close", b"Connection: Upgrade\r\nUpgrade: websocket")
@@ -281,6 +296,24 @@ async def test_an_early_answer_can_be_read_by_who_still_sends() -> None:
     assert (status, headers["connection"]) == (404, "close")
 
 
+@pytest.mark.parametrize("chunk", [b" " * 10_000, b"2710\r\n" + b" " * 10_000 + b"\r\n"])
+@virtual_time
+async def test_after_an_early_answer_a_connection_ends_with_the_body(chunk: bytes) -> None:
+    """Nobody has anything left to say, and what follows is no request."""
+    is_chunked = chunk.startswith(b"2710")
+    framing = b"Transfer-Encoding: chunked" if is_chunked else b"Content-Length: 300000"
+    async with memory_link(ScriptedMesh()) as link:
+        link.say(b"POST /nowhere HTTP/1.1\r\nHost: x\r\n" + framing + b"\r\n\r\n")
+        for _ in range(30):
+            link.say(chunk)
+            await asyncio.sleep(LINGER_S / 100)
+        link.say(b"0\r\n\r\n" * is_chunked + HEALTH)
+        await link.closed.wait()
+        assert now() == pytest.approx(LINGER_S * 0.3)
+        ((status, headers, _),) = split(await link.reader.read())
+    assert (status, headers["connection"]) == (404, "close")
+
+
 # --- limits and ends ------------------------------------------------------------------------------
 
 
@@ -291,17 +324,21 @@ async def test_an_early_answer_can_be_read_by_who_still_sends() -> None:
         ([HEALTH[:10]], HEADER_TIMEOUT_S),
         ([HEALTH], KEEPALIVE_S),
         ([HEALTH, HEALTH[:10]], HEADER_TIMEOUT_S),
+        ([HEALTH + HEALTH[:1]], HEADER_TIMEOUT_S),
+        ([HEALTH + HEALTH[:-2]], HEADER_TIMEOUT_S),
+        ([with_length()[:-5], with_length()[-5:]], KEEPALIVE_S),
+        ([with_length()[:-5], with_length()[-5:] + HEALTH[:10]], HEADER_TIMEOUT_S),
     ],
 )
 @virtual_time
 async def test_a_silent_connection_is_closed(parts: list[bytes], limit_s: float) -> None:
-    """Before its first request, amid one's headers, and between two."""
+    """Before its first request, amid one's headers, however they began, and between two."""
     async with memory_link(ScriptedMesh()) as link:
         for part in parts:
             link.say(part)
         answers = split(await link.reader.read())
         assert now() == pytest.approx(limit_s)
-    assert len(answers) == parts.count(HEALTH)
+    assert len(answers) == b"".join(parts).count(b"\r\n\r\n")
 
 
 @pytest.mark.parametrize(
@@ -431,9 +468,26 @@ async def test_a_request_that_runs_when_the_listener_closes_is_its_connections_l
         writer.write(b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n")
         await is_running.wait()
         asyncio.get_running_loop().call_later(0.05, may_end.set)
-    ((status, _, body),) = split(await reader.read())
-    assert (status, body) == (200, b"whole")
+    ((status, headers, body),) = split(await reader.read())
+    assert (status, headers["connection"], body) == (200, "close", b"whole")
     writer.close()
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@virtual_time
+async def test_an_answer_amid_a_drain_is_its_connections_last(is_stream: bool) -> None:
+    """Its request came before; the client's next one finds another gateway by itself."""
+    gate = asyncio.Semaphore(0)
+    mesh = ScriptedMesh(saying("the", gate=gate))
+    async with memory_link(mesh) as link:
+        link.say(with_length(b'{"prompt":"a","stream":%b}' % json.dumps(is_stream).encode()))
+        await mesh.wait_running(1)
+        mesh.is_draining = True
+        gate.release()
+        answer = await link.reader.read()
+        assert now() == 0.0
+    assert b"\r\nConnection: close\r\n" in answer
+    assert answer.count(b"HTTP/1.1 200") == 1
 
 
 async def test_a_client_that_ends_its_side_after_the_request_has_left() -> None:

@@ -14,11 +14,11 @@ from services.gateway.http.connection import (
     Connection,
     HttpRequest,
     listen,
-    unless_stalled,
 )
 from services.gateway.http.messages import Response
 from services.gateway.http.server import AllowedOrigins, Policy, Route, Routes
 from services.gateway.http.sse import EventStream
+from services.gateway.http.stalls import unless_stalled
 from shared.errors import DeadlinePassed
 from shared.rpc.network import Address
 from tests.support.http_client import raw_connection
