@@ -60,6 +60,8 @@ class WorkProcess:
         self._is_working = False
         self._is_given_up = False
         self._is_closed = False
+        self.client: object = None
+        """Whose work is next, or is worked at; set on the thread of ``outcome``."""
 
     def outcome(self, work: bytes) -> bytes:
         """Return what becomes of a line of work, as JSON.
@@ -80,10 +82,11 @@ class WorkProcess:
             if self._is_given_up:
                 self._end()
 
-    def give_up(self) -> None:
-        """End what is being worked at, if anything is: nobody waits for it any more."""
+    def give_up(self, client: object = None) -> None:
+        """End what is being worked at, if it is this client's: nobody waits for it any more. By
+        now it may be the next one's."""
         with self._lock:
-            if self._is_working and self._child is not None:
+            if self._is_working and self.client is client and self._child is not None:
                 self._is_given_up = True
                 _kill(self._child)
 
@@ -168,16 +171,21 @@ class WorkQueue(Generic[ProcessT]):
             raise Overloaded(f"too many {self._what} wait to be checked", retry_after_s=1.0)
         self._num_waiting += 1
         try:
-            running = self._thread.submit(work, self._process)
+            client = object()
+            running = self._thread.submit(self._work, client, work)
             try:
                 return await asyncio.wrap_future(running)
             except asyncio.CancelledError:
                 # One that waits yet is cancelled with its future.
-                if self._gives_up and running.running():
-                    self._process.give_up()
+                if self._gives_up:
+                    self._process.give_up(client)
                 raise
         finally:
             self._num_waiting -= 1
+
+    def _work(self, client: object, work: Callable[[ProcessT], T]) -> T:
+        self._process.client = client
+        return work(self._process)
 
     def close(self) -> None:
         """End the thread and its process; work in progress fails."""

@@ -8,17 +8,19 @@ import os
 import resource
 import signal
 import subprocess
+import threading
 import time
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from tokenizers import AddedToken
 
-from services.gateway.text import grammar_process
-from services.gateway.text.bounded_work import GIVE_UP_S
+from services.gateway.text import bounded_work, grammar_process
+from services.gateway.text.bounded_work import GIVE_UP_S, WorkProcess, WorkQueue
 from services.gateway.text.grammar_process import GrammarProcess
 from services.gateway.text.grammars import Grammars, Kind, Structure, Thought
 from services.gateway.text.schemas import for_library, library_fault, schema_fault
@@ -432,6 +434,42 @@ async def test_a_client_that_leaves_takes_its_check_along(is_first: bool) -> Non
                 assert time.monotonic() - began_at < GIVE_UP_S / 2
         assert first.cancelled()
         assert is_first or "too long" in second.result().message
+
+
+async def test_a_client_that_leaves_as_its_check_ends_takes_no_other_along(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where the next one has begun between the look at whose it is and the end of its process."""
+    begun = {name: threading.Event() for name in (b"first", b"second")}
+    may_end = {name: threading.Event() for name in begun}
+    killed: list[Any] = []
+    monkeypatch.setattr(bounded_work, "_kill", killed.append)
+
+    class Steered(WorkProcess):
+        def _started(self) -> Any:
+            self._child = child = cast("Any", self)
+            return child
+
+        def _outcome(self, child: Any, work: bytes) -> bytes:
+            begun[work].set()
+            assert may_end[work].wait(10)
+            return work
+
+        def give_up(self, client: object = None) -> None:
+            may_end[b"first"].set()
+            assert begun[b"second"].wait(10)
+            super().give_up(client)
+
+    queue = WorkQueue(Steered("none", 1.0), "checks", gives_up=True)
+    async with asyncio.TaskGroup() as tasks:
+        first, second = (
+            tasks.create_task(queue.run(partial(WorkProcess.outcome, work=name))) for name in begun
+        )
+        await asyncio.to_thread(begun[b"first"].wait, 10)
+        first.cancel()
+        await asyncio.wait([first])
+        may_end[b"second"].set()
+    assert (second.result(), killed) == (b"second", [])
 
 
 @needs_library
