@@ -110,7 +110,8 @@ class Membership:
     # --- workers --------------------------------------------------------------------------------
 
     def join(self, worker: Worker) -> None:
-        """Add a worker and open a session for each role that it serves.
+        """Add a worker and open a session for each role that it serves. One that joins anew with
+        fewer has no others any more.
 
         Raises IncompatiblePeer: it does not fit the workers that are here.
         """
@@ -131,6 +132,8 @@ class Membership:
             )
             self.sessions[worker.incarnation, role] = session
             self._session_tasks[session] = self._tasks.create_task(session.run())
+        given_up = [role for role in Role if role not in worker.serves]
+        self._end_sessions(worker, given_up, "the worker has joined anew, without this role")
         _log.info(
             "worker joined",
             worker=worker.incarnation,
@@ -188,11 +191,7 @@ class Membership:
         self.table.leave(incarnation)
         self.router.left(worker)
         self.pairs.pop(incarnation, None)
-        sessions = [self.sessions.pop((incarnation, role)) for role in worker.serves]
-        for session in sessions:
-            self._session_tasks.pop(session).cancel()
-        for session in sessions:
-            session.abandon(WorkerLost(f"the worker left the mesh: {reason}"))
+        self._end_sessions(worker, tuple(Role), f"the worker left the mesh: {reason}")
         is_orderly = worker.status.is_draining
         say = _log.info if is_orderly else _log.warning
         reason = "it has drained" if is_orderly else reason
@@ -204,6 +203,18 @@ class Membership:
             at_s=asyncio.get_running_loop().time(),
         )
         self._note_change()
+
+    def _end_sessions(self, worker: Worker, roles: Sequence[Role], reason: str) -> None:
+        """What runs over them fails over, once none of them takes it any more."""
+        ended: list[WorkerSession] = []
+        for role in roles:
+            session = self.sessions.pop((worker.incarnation, role), None)
+            if session is not None:
+                session.worker = worker
+                self._session_tasks.pop(session).cancel()
+                ended.append(session)
+        for session in ended:
+            session.abandon(WorkerLost(reason))
 
     def note_usability(self) -> None:
         """A worker's session came, went, fell silent or speaks again."""

@@ -255,6 +255,25 @@ async def test_a_worker_that_serves_both_roles_has_two_sessions() -> None:
         assert len(members.sessions) == 1
 
 
+async def test_a_role_that_a_worker_does_not_rejoin_with_is_over() -> None:
+    """Its session would outlive the worker, and keep its gateway from ending."""
+    network: Any = Silence()
+    policy, randbytes = POLICIES["splitwise"](), random.Random(1).randbytes
+    async with asyncio.timeout(10):
+        async with Membership(network, policy, Incarnation(1), randbytes).running() as members:
+            both = read_announcement(an_announcement(serves=[2, 3]), "peer")
+            members.join(both)
+            both.sessions |= {*Role}
+            both.sent(Role.DECODE, StreamId(1), num_tokens=0, num_blocks=2)
+            one = read_announcement(an_announcement(serves=[2]), "peer")
+            members.join(one)
+            assert [*members.sessions] == [(one.incarnation, Role.PREFILL)]
+            assert (one.sessions, one.reserved_blocks) == ({Role.PREFILL}, 0)
+            assert one.is_usable
+            members.join(read_announcement(an_announcement(serves=[2, 3]), "peer"))
+            assert len(members.sessions) == 2
+
+
 async def test_what_has_just_joined_is_new() -> None:
     """Its first report comes a moment later: until then it is no worker that was silent for
     hours."""
