@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from services.gateway.core.lifecycle import (
@@ -53,6 +55,58 @@ def test_tokens_of_both_legs_leave_in_order() -> None:
     life, attempt = dispatched()
     assert life.token_arrived(attempt, Leg.DECODE, token(1)) == []
     assert life.token_arrived(attempt, Leg.PREFILL, token(0)) == [token(0), token(1)]
+
+
+def _first(life: Lifecycle, attempt: int) -> None:
+    life.token_arrived(attempt, Leg.PREFILL, token(0))
+
+
+def _granted(life: Lifecycle, attempt: int) -> None:
+    _first(life, attempt)
+    life.granted(attempt)
+
+
+def _overtaken(life: Lifecycle, attempt: int) -> None:
+    _granted(life, attempt)
+    life.token_arrived(attempt, Leg.DECODE, token(4))
+
+
+def _failed(life: Lifecycle, attempt: int) -> None:
+    _granted(life, attempt)
+    life.leg_failed(attempt, Leg.DECODE, LOST, lost=True)
+
+
+@pytest.mark.parametrize(
+    ("before", "index", "is_taken"),
+    [
+        pytest.param(_granted, 1, True, id="next"),
+        pytest.param(_first, 1, False, id="before the grant is heard"),
+        pytest.param(lambda *_: None, 0, False, id="that tell of the grant"),
+        pytest.param(lambda *_: None, 1, False, id="before the first token"),
+        pytest.param(_granted, 2, False, id="after a gap"),
+        pytest.param(_granted, 0, False, id="again"),
+        pytest.param(_overtaken, 1, False, id="where a later one waits"),
+        pytest.param(_failed, 1, False, id="of an attempt that is over"),
+    ],
+)
+def test_tokens_in_a_row_are_what_they_would_be_one_by_one(
+    before: Callable[[Lifecycle, int], None], index: int, is_taken: bool
+) -> None:
+    """Taken at once where nothing else is to be decided, and else not at all: until decode's grant
+    is known, or while another one is awaited, each has its own turn."""
+    together, attempt = dispatched(max_tokens=9)
+    apart, _ = dispatched(max_tokens=9)
+    before(together, attempt)
+    before(apart, attempt)
+    num_before = together.num_output_tokens
+    assert together.many_arrived(attempt, Leg.DECODE, index, (7, 7, 7)) is is_taken
+    assert together.num_output_tokens == num_before + 3 * is_taken
+    for life in (apart,) if is_taken else (apart, together):
+        for at in range(index, index + 3):
+            life.token_arrived(attempt, Leg.DECODE, token(at))
+    assert (together.token_ids, together.state) == (apart.token_ids, apart.state)
+    rest = [life.token_arrived(attempt, Leg.DECODE, token(5)) for life in (together, apart)]
+    assert rest[0] == rest[1]
 
 
 def test_the_first_token_waits_until_decode_has_room() -> None:
