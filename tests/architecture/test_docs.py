@@ -14,7 +14,7 @@ from tests.support.pages import Block, blocks_of
 
 DOCUMENTS = {
     path.relative_to(ROOT): path.read_text()
-    for pattern in ("*.md", "docs/**/*.md", "bench/**/*.md")
+    for pattern in ("*.md", "docs/**/*.md", "bench/**/*.md", "examples/*.md")
     for path in sorted(ROOT.glob(pattern))
 }
 _IN_CODE = re.compile(r"`((?:services|shared|tests|tools|proto|docs|bench)/[\w./-]+)`")
@@ -36,6 +36,38 @@ def test_every_path_that_a_document_names_exists() -> None:
         linked = [(ROOT / document).parent / path for path in _LINK.findall(text)]
         missing += [f"{document}: {path}" for path in named + linked if not path.exists()]
     assert not missing
+
+
+_FENCED = re.compile(r"^ *(```+).*?^ *\1`*$", re.MULTILINE | re.DOTALL)
+_HEADING = re.compile(r"^#{1,6} +(.+?) *#*$", re.MULTILINE)
+
+
+def _anchors(page: str) -> set[str]:
+    """The headings of a page as links name them: GitHub's rule, and Sphinx's here."""
+    found: dict[str, int] = {}
+    anchors: set[str] = set()
+    for heading in _HEADING.findall(_FENCED.sub("", page)):
+        shown = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)
+        slug = re.sub(r"[^\w\- ]", "", shown.lower()).replace(" ", "-")
+        num = found[slug] = found.get(slug, -1) + 1
+        anchors.add(f"{slug}-{num}" if num else slug)
+    return anchors
+
+
+def test_every_heading_that_is_linked_exists() -> None:
+    """In another page or its own; Sphinx knows those of docs/ alone."""
+    missing: list[str] = []
+    num_links = 0
+    for document, text in DOCUMENTS.items():
+        for page, heading in re.findall(
+            r"\]\((?!\w+:)([^)#\s]*)#([^)\s]+)\)", _FENCED.sub("", text)
+        ):
+            target = (ROOT / document).parent / page if page else ROOT / document
+            num_links += 1
+            if target.suffix == ".md" and heading not in _anchors(target.read_text()):
+                missing.append(f"{document}: {page}#{heading}")
+    assert num_links > 100
+    assert missing == []
 
 
 def test_a_bare_file_name_stands_beside_the_path_before_it() -> None:
