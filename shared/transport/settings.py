@@ -47,8 +47,8 @@ class UcxSettings:
     max_in_flight: int = 65536
 
     def apply_to(self, environment: MutableMapping[str, str]) -> None:
-        """Add what is missing. Works only before ``import ucxx``: UCX reads its variables when it
-        is loaded.
+        """Add what is missing. Some of it works only before ``import ucxx``: UCX reads its own
+        variables when it is loaded, those of transports when a worker is made.
 
         Raises TransferFailed: what is there would end the process.
         """

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from ctypes import addressof, c_char
 from typing import Any
 
@@ -201,22 +202,48 @@ async def open_ucx(
     """
     loop = asyncio.get_running_loop()
     settings = settings or UcxSettings()
-    _load(settings)
-    pump = Pump(loop, settings, _lib, prepare_thread)
-    started: asyncio.Future[bytes] = loop.create_future()
-    pump.start(started)
-    return UcxTransport(pump, seal(_MAGIC, await started))
+    with _told(settings):
+        _load()
+        pump = Pump(loop, settings, _lib, prepare_thread)
+        started: asyncio.Future[bytes] = loop.create_future()
+        pump.start(started)
+        return UcxTransport(pump, seal(_MAGIC, await started))
 
 
 _lib: Any = None
 _Array: Any = None
+_beside: dict[str, str] = {}
+"""What UCX finds in its environment beside the user's own."""
+_users: frozenset[str] = frozenset()
+_num_starting = 0
 
 
-def _load(settings: UcxSettings) -> None:
+@contextmanager
+def _told(settings: UcxSettings) -> Iterator[None]:
+    """Tell UCX its settings in its environment, which it reads when it is loaded and when a worker
+    is made. Afterwards they are gone: whatever else this process starts must not find them, nor
+    what UCXX adds."""
+    global _users, _num_starting
+    if not _num_starting:
+        _users = frozenset(os.environ)
+    _num_starting += 1
+    try:
+        for name, value in _beside.items():
+            os.environ.setdefault(name, value)
+        settings.apply_to(os.environ)
+        yield
+    finally:
+        _num_starting -= 1
+        if not _num_starting:
+            for name in os.environ.keys() - _users:
+                if name.startswith("UCX_"):
+                    _beside[name] = os.environ.pop(name)
+
+
+def _load() -> None:
     global _lib, _Array
     if _lib is not None:
         return
-    settings.apply_to(os.environ)
     try:
         import ucxx._lib.libucxx as lib
         from ucxx._lib.arr import Array

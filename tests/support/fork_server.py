@@ -321,7 +321,7 @@ def _become(order: dict[str, Any], files: list[int], server: dict[str, str]) -> 
     os.environ.update(order["environment"])
     sys.argv = order["command"]
     for name, value in added.items():  # what imports leave behind
-        if not name.startswith("UCX_") or sys.argv[0] in WORKERS:
+        if not name.startswith("UCX_"):
             os.environ.setdefault(name, value)
     failpoints._armed.update(failpoints._armed_from_environment())
     is_unbuffered = "PYTHONUNBUFFERED" in os.environ
