@@ -291,6 +291,7 @@ class GuardedProcessor(EventsProcessor):
     def close(self, reason: str = "Connection closed") -> None:
         if hasattr(self, "processors"):  # once
             super().close(reason)
+            del self._complain  # its protocol, which knows this one
 
 
 class GuardedProtocol(H2Protocol):

@@ -26,6 +26,7 @@ from shared.errors import (
     MeshError,
     RemoteProtocolError,
     WorkerLost,
+    without_frames,
 )
 from shared.home import Home, Role
 from shared.ids import Incarnation, MeshPeer, StreamId
@@ -198,6 +199,7 @@ class Registration:
                 del self._links[address]
                 if link.task is not None:
                     link.task.cancel()
+                    link.task = None  # which keeps how it ended, and that the link
 
     # --- one gateway ------------------------------------------------------------------------------
 
@@ -211,10 +213,10 @@ class Registration:
                 link.is_refused = True
                 if not (self._was_accepted or any(it.may_accept for it in self._links.values())):
                     raise
-                reason = refusal
+                reason = without_frames(refusal)
             except MeshError as error:
                 link.is_absent = not link.is_connected
-                reason = error
+                reason = without_frames(error)
             finally:
                 was_joined = self._left(link)
             if self._is_leaving:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from grpclib.const import Handler as MethodHandler
@@ -23,7 +24,7 @@ from grpclib.server import Handler as GrpclibServerHandler
 from h2.errors import ErrorCodes
 
 from shared.address import Address
-from shared.errors import ShuttingDown
+from shared.errors import ShuttingDown, without_frames
 from shared.http2.complaints import Complaints
 from shared.http2.connection import ConnectionLimits, GuardedProtocol
 from shared.messages.descriptors import descriptors
@@ -92,6 +93,15 @@ def once(act: Callable[[], Any]) -> Callable[[], None]:
     return act_once
 
 
+def _forget(stream: Stream, release: Callable[[], None], _: object) -> None:
+    """A call is over."""
+    # Reset before its first turn it never runs, and would keep its stream and what came on it.
+    release()
+    wrapper: Any = stream.wrapper
+    if wrapper is not None and wrapper._error is not None:
+        without_frames(wrapper._error)  # the call's own, which know the wrapper
+
+
 class _CallHandler(GrpclibServerHandler):
     """The calls of one connection."""
 
@@ -108,8 +118,7 @@ class _CallHandler(GrpclibServerHandler):
         release = once(release_stream)
         super().accept(stream, checked, release)
         call = self._tasks[stream]
-        # Reset before its first turn it never runs, and would keep its stream and what came on it.
-        call.add_done_callback(lambda _: release())
+        call.add_done_callback(partial(_forget, stream, release))
         path = dict(checked)[":path"]
         # A health check that watches is a call that never ends: a drain must not wait for it.
         if not path.startswith(_STANDARD_SERVICES):

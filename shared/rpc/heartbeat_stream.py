@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from shared import wire
-from shared.errors import MeshError, WorkerLost
+from shared.errors import MeshError, WorkerLost, without_frames
 from shared.liveness import IDLE, Liveness, LivenessRule, PeerState
 from shared.runtime.groups import TaskGroup, plain_errors
 
@@ -59,6 +59,14 @@ class RawStream(Protocol[Sends, Receives]):
         ...
 
 
+def _nothing() -> None:
+    pass
+
+
+def _is_idle() -> bool:
+    return False
+
+
 class HeartbeatStream(Generic[Out, In]):
     """A raw stream after its handshake.
 
@@ -78,7 +86,7 @@ class HeartbeatStream(Generic[Out, In]):
         rule: LivenessRule | None = None,
         is_busy: Callable[[], bool] = lambda: True,
         on_suspect: Callable[[bool], None] | None = None,
-        on_sent: Callable[[], None] = lambda: None,
+        on_sent: Callable[[], None] = _nothing,
     ) -> None:
         self._stream = stream
         self._on_sent = on_sent
@@ -136,7 +144,7 @@ class HeartbeatStream(Generic[Out, In]):
     def close(self, error: MeshError) -> None:
         """End the stream; ``run`` raises the first error that was given. Returns at once."""
         if not self._end.done():
-            self._end.set_result(error)
+            self._end.set_result(without_frames(error))
 
     async def run(self, on_message: Callable[[In], None]) -> MeshError:
         """Send, receive and beat until the stream is over; returns why.
@@ -155,11 +163,15 @@ class HeartbeatStream(Generic[Out, In]):
                     raise await self._end
         except MeshError as error:
             self.close(error)
-            return error
+            return without_frames(error)
         finally:
             if self._timer is not None:
                 self._timer.cancel()
             self.close(WorkerLost("the stream was cancelled"))
+            if not self._end.cancelled():
+                without_frames(self._end.result())
+            # Who owns this stream knows it, too: only the garbage collector would free the two.
+            self._is_busy, self._on_suspect, self._on_sent = _is_idle, None, _nothing
 
     async def _write(self) -> None:
         while True:

@@ -33,6 +33,7 @@ from shared.errors import (
     RemoteProtocolError,
     ShuttingDown,
     WorkerLost,
+    without_frames,
 )
 from shared.http2.round_trip import round_trip_s
 from shared.messages.message_codec import CODEC, framed, read_message, read_message_nowait
@@ -230,7 +231,7 @@ def bind(method: Method[Request, Reply], handler: StreamHandler[Request, Reply])
                     raise
                 raise DeadlinePassed("the call's deadline passed") from error
         except MeshError as error:
-            await stream._finish(error)  # pyright: ignore[reportPrivateUsage]
+            await stream._finish(without_frames(error))  # pyright: ignore[reportPrivateUsage]
         except asyncio.CancelledError:
             # By the caller, who is gone then and needs no word, or because the server closes.
             if raw._stream.closable:

@@ -158,6 +158,12 @@ class ClientStream(Generic[Request, Reply]):
             _reset(self._raw)
             self._raw._wrapper.cancel(StreamTerminatedError("cancelled"))
 
+    def forget(self) -> None:
+        """Let go of what the call ended with: it knows this stream, by the frames it came through,
+        and only the garbage collector would free the two."""
+        self._is_over, self._error = True, None
+        self._raw._wrapper.forget()
+
     def drop(self) -> None:
         """Drop the call's connection without another byte: nobody is at its other end, who would
         take what is left or, with TLS, say goodbye. Allowed at any time."""
@@ -185,6 +191,8 @@ class ClientStream(Generic[Request, Reply]):
                 told = _told(dict(stream.trailers or stream.headers or ()))
                 self._error = told if isinstance(error, WorkerLost) and told else error
             raise (self._error or error) from error.__cause__
+        finally:
+            del failure  # has come through this frame, which would keep it
 
 
 class _Interrupt(Wrapper):
@@ -214,7 +222,9 @@ class _Interrupt(Wrapper):
         num_cancels = self._woken.pop(task, None)
         if num_cancels is None or self._error is None:
             return
-        if task.uncancel() <= num_cancels and exc_type is asyncio.CancelledError:
+        is_ours = task.uncancel() <= num_cancels
+        del task  # which keeps what it ends with, and that this frame
+        if is_ours and exc_type is asyncio.CancelledError:
             raise self._error
 
     def cancel(self, error: Exception) -> None:
@@ -225,6 +235,11 @@ class _Interrupt(Wrapper):
         self._woken.update(self._waiting)
         for task in self._waiting:
             task.cancel()
+
+    def forget(self) -> None:
+        """Let go of the error, unless somebody has yet to hear of it."""
+        if not self._waiting:
+            self._error = None
 
 
 class _LoopDeadline(Deadline):
@@ -276,7 +291,15 @@ async def open_stream(
                 if not connecting.expired():
                     raise
                 raise WorkerLost(f"no connection within {CONNECT_WITHIN_S:g} s") from None
-        yield ClientStream(raw, method)
+            finally:
+                del (
+                    connecting
+                )  # knows this task, which keeps what it ends with, and that this frame
+        stream = ClientStream(raw, method)
+        try:
+            yield stream
+        finally:
+            stream.forget()
     finally:
         if timer is not None:
             timer.cancel()

@@ -21,6 +21,7 @@ from shared.errors import (
     Retry,
     ShuttingDown,
     WorkerLost,
+    without_frames,
 )
 from shared.ids import Incarnation, MeshPeer, RandomBytes
 from shared.messages.transfer_codec import (
@@ -174,7 +175,7 @@ class PairTable:
         try:
             error = await self._dial(peer)
         except MeshError as failure:
-            error = failure
+            error = without_frames(failure)  # this one, too, which names it
         except TimeoutError:
             error = WorkerLost(NO_WORD)
         del self._calls[peer.incarnation]
@@ -254,8 +255,9 @@ class PairTable:
                 return link.lost
             return await self._keep(link, stream)
         finally:
-            if link is not None:  # which lives until the garbage collector comes
+            if link is not None:
                 link.windows.drop()
+            link = None  # which ``on_lost`` knows, and that its endpoint
             await close_endpoint(endpoint)
             self._endpoints.discard(endpoint)
 

@@ -6,7 +6,6 @@ Each test is one deterministic run.
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -16,9 +15,7 @@ from typing import Any
 import pytest
 import structlog
 
-from services.gateway.core.lifecycle import Lifecycle
 from services.gateway.workers import peers
-from services.gateway.workers.session import RequestShell
 from shared import log, wire
 from shared.config import MESH_PORT, DecodeConfig, GatewayConfig, PrefillConfig
 from shared.engine.fake import FakeModel, FakeTiming
@@ -89,30 +86,6 @@ async def test_a_prompt_does_not_wait_for_those_behind_it(
         seen = mesh.gateways[0].members.table.get(mesh.prefills[0].incarnation)
         assert seen.status.batch_tokens == settings.get("batch_tokens", 32)
         assert seen.status.max_running == 256
-
-
-def requests() -> list[Any]:
-    """Everything in memory that belongs to one request of a gateway."""
-    # By type(): some objects of other libraries do things when they are asked for their class.
-    return [it for it in gc.get_objects() if type(it) in (RequestShell, Lifecycle)]
-
-
-@pytest.mark.slow
-@virtual_time
-async def test_an_answer_leaves_nothing_to_the_garbage_collector() -> None:
-    """When it is over its shell is gone: nothing of it refers to itself in a circle."""
-    async with whole_mesh() as mesh:
-        await mesh.ask(a_prompt(20), 8)
-        gc.collect()
-        before = {id(it) for it in requests()}  # of other tests that failed, for their reports
-        gc.disable()
-        try:
-            await mesh.ask(a_prompt(20), 8)
-            await asyncio.sleep(1.0)
-            left = [it for it in requests() if id(it) not in before]
-        finally:
-            gc.enable()
-    assert left == []
 
 
 @virtual_time

@@ -10,7 +10,7 @@ from typing import Any
 
 from shared import wire
 from shared.address import Address
-from shared.errors import MeshError
+from shared.errors import MeshError, without_frames
 from shared.messages.columns import pack_u32, unpack_f32, unpack_u32
 from shared.request import TokenLogprobs
 from shared.rpc.methods import GENERATE
@@ -101,5 +101,5 @@ async def ask(
                         return answer
                 answer.receipt = json.loads(stream.trailers[RECEIPT_TRAILER])
         except MeshError as error:
-            answer.error = error
+            answer.error = without_frames(error)
     return answer

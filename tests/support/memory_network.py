@@ -78,6 +78,7 @@ class MemoryTransport(asyncio.Transport):
         protocol, self._protocol = self._protocol, None
         if protocol is not None:
             self._is_closing = True
+            self._peer = None
             self._fabric.forget(self)
             protocol.connection_lost(error)
 

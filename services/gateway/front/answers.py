@@ -212,7 +212,9 @@ class _OneAnswer(Answers):
         traceback: TracebackType | None,
     ) -> None:
         stay = self._stay
-        del self._stay  # it knows this answer, too: only the garbage collector would free the two
+        # They know this answer, too: only the garbage collector would free them.
+        del self._stay
+        self._sink = None
         await stay.__aexit__(kind, failure, traceback)
 
     def _take(self, tokens: Tokens) -> bool:

@@ -18,7 +18,7 @@ import structlog
 from services.gateway import limits
 from services.gateway.front.answers import Answers
 from services.gateway.front.frontdoor import Caller, FrontDoor
-from shared.errors import InvariantViolated, MeshError
+from shared.errors import InvariantViolated, MeshError, without_frames
 from shared.log import is_informing, log_often
 from shared.telemetry.moments import Moment, note
 from shared.telemetry.tracing import Value
@@ -122,9 +122,7 @@ def typed(failure: Exception, call: Call, *, is_cut: bool = False) -> MeshError:
     """Return the failure as the client may know it, our own bugs as an id of what is logged in
     full, and note that the call ended so. is_cut: by its code, for its client reads nothing.
 
-    Who catches the failure gives what this returns no name: a frame that an error came through
-    keeps what its names say, so the two would keep each other, and the prompt, until the garbage
-    collector comes.
+    It has no frames any more: nobody looks at them, and they would keep the call.
     """
     if not isinstance(failure, MeshError):
         log.error("internal error", request_id=call.request_id, exc_info=failure)
@@ -136,6 +134,7 @@ def typed(failure: Exception, call: Call, *, is_cut: bool = False) -> MeshError:
     else:
         error = failure
     call.outcome = error.code if is_cut else error.type
+    without_frames(failure)
     return error
 
 

@@ -18,7 +18,7 @@ import structlog
 from services.gateway.core.lifecycle import Leg
 from services.gateway.core.worker import Role, Worker
 from shared import wire
-from shared.errors import MeshError, RemoteProtocolError, WorkerLost
+from shared.errors import MeshError, RemoteProtocolError, WorkerLost, without_frames
 from shared.ids import Incarnation, StreamId
 from shared.messages import codec
 from shared.request import AnswerToken, FinishReason
@@ -143,7 +143,7 @@ class WorkerSession:
             try:
                 await self._run_once()
             except MeshError as error:
-                self._lose(error)
+                self._lose(without_frames(error))
             finally:
                 self._down()
             await asyncio.sleep(_REDIAL_S[min(self._num_failures, len(_REDIAL_S) - 1)])

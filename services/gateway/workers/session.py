@@ -329,8 +329,8 @@ class RequestShell:
     def leave(self, failure: BaseException | None) -> None:
         """The consumer has left, with or without a failure: cancel whatever is still running.
 
-        Legs and consumer know this request: it forgets them, or only the garbage collector would
-        free it.
+        Legs, consumer and the error that it ended with know this request: it forgets them, or only
+        the garbage collector would free it.
         """
         if isinstance(failure, MeshError):
             self.fail(failure)
@@ -343,4 +343,4 @@ class RequestShell:
         if self._deadline is not None:
             self._deadline.cancel()
         self._legs = {}
-        self._take = None
+        self._take = self._failure = self._end = None

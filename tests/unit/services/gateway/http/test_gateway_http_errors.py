@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import gzip
 import io
 import json
@@ -25,7 +24,6 @@ from services.gateway.limits import MAX_BODY_BYTES
 from services.gateway.mesh import GenerationRequest, Tokens
 from shared.errors import (
     DeadlinePassed,
-    InvalidRequest,
     InvariantViolated,
     NoCapacity,
     Overloaded,
@@ -159,27 +157,6 @@ async def test_bodies_are_bounded() -> None:
 
         status, _, body = await client.ask("POST", "/v1/completions", data=chunks())
         assert (status, body["error"]["code"]) == (413, "body_too_large")
-
-
-@pytest.mark.parametrize("fields", [{"temperature": 9}, {"prompt": "a " * 600}])
-async def test_a_refusal_leaves_nothing_to_the_garbage_collector(fields: dict[str, Any]) -> None:
-    """Which comes late: a prompt that is too long would stay until then, and the next ones, too."""
-
-    def num_errors() -> int:
-        # By its type: ``isinstance`` asks what merely looks like another class, which may warn.
-        return sum(type(one) is InvalidRequest for one in gc.get_objects())
-
-    async with gateway(ScriptedMesh()) as client:
-        gc.collect()
-        gc.disable()
-        try:
-            num_before = num_errors()
-            for _ in range(3):
-                body = {"prompt": "a", **fields}
-                assert (await client.ask("POST", "/v1/completions", json=body))[0] == 400
-            assert num_errors() == num_before
-        finally:
-            gc.enable()
 
 
 @pytest.mark.parametrize("encoding", ["identity", "gzip"])
