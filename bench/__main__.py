@@ -136,32 +136,51 @@ def standing(entries: Sequence[Measured]) -> list[str]:
         lines += ["", f"### {row}: {TITLES[row]} ({count})"]
         for run in dict.fromkeys((entry.goal.question, entry.run) for entry in own):
             found = [entry for entry in own if (entry.goal.question, entry.run) == run]
-            lines += ["", f"{run[0]}, {run[1]}", "", *_table(found)]
+            lines += ["", f"{run[0]}, {run[1]}", *_tables(found)]
     return lines
 
 
-def _table(entries: Sequence[Measured]) -> list[str]:
-    """Return a run's goals, and what an earlier day found of them where one did."""
-    has_before = any(entry.before is not None for entry in entries)
-    lines = ["| | what | goal | measured |", "|---|---|---|---|"]
-    if has_before:
-        lines = ["| | what | goal | measured | a day before |", "|---|---|---|---|---|"]
+def _tables(entries: Sequence[Measured]) -> list[str]:
+    """Return a run's goals as tables: what a goal's name says behind its last colon is a column,
+    what all of a column ask for stands at its head, and cases with other columns have a table of
+    their own."""
+    cases: dict[str, dict[str, Measured]] = {}
     for entry in entries:
-        goal, before = entry.goal, entry.before
-        measured = f"{goal.value:.3g}"
-        if goal.lowest is not None:
-            measured += f" [{goal.lowest:.3g}–{goal.highest:.3g}]"
-        cells = [_mark(goal), goal.what, f"{goal.relation} {goal.bound:g}", measured]
-        if before is not None:
-            cells.append(f"{_mark(before.goal)} {before.goal.value:.3g}, {before.day}")
-        elif has_before:
-            cells.append("")
-        lines.append(f"| {' | '.join(cells)} |")
+        case, colon, column = entry.goal.what.rpartition(": ")
+        case, column = (case, column) if colon else (column, "measured")
+        cases.setdefault(case, {})[column] = entry
+    lines: list[str] = []
+    for columns in dict.fromkeys(tuple(found) for found in cases.values()):
+        rows = {case: found for case, found in cases.items() if tuple(found) == columns}
+        bounds = {
+            column: {_bound(found[column].goal) for found in rows.values()} for column in columns
+        }
+        heads = [
+            f"{column}, {' '.join(asked)}" if len(asked) == 1 else column
+            for column, asked in bounds.items()
+        ]
+        lines += ["", f"| | {' | '.join(heads)} |", f"|---|{'---|' * len(heads)}"]
+        for case, found in rows.items():
+            cells = [_cell(found[column], len(bounds[column]) > 1) for column in columns]
+            lines.append(f"| {case} | {' | '.join(cells)} |")
     return lines
 
 
-def _mark(goal: Goal) -> str:
-    return "✓" if goal.is_met else "✗"
+def _bound(goal: Goal) -> str:
+    return f"{goal.relation} {goal.bound:g}"
+
+
+def _cell(entry: Measured, with_bound: bool) -> str:
+    """Return whether it holds, the figure and its range, and what an earlier day found."""
+    goal, before = entry.goal, entry.before
+    text = f"{'✓' if goal.is_met else '✗'} {goal.value:.3g}"
+    if goal.lowest is not None:
+        text += f" [{goal.lowest:.3g}–{goal.highest:.3g}]"
+    if with_bound:
+        text += f", {_bound(goal)}"
+    if before is not None:
+        text += f"; earlier {'✓' if before.goal.is_met else '✗'} {before.goal.value:.3g}"
+    return text
 
 
 def _write_between(page: Path, name: str, lines: Sequence[str]) -> None:

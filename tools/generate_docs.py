@@ -29,7 +29,7 @@ Moves = Mapping[str, Mapping[str, list[str]]]
 
 
 def states(moves: Moves) -> str:
-    """Return a diagram of the moves, and a table of all that is legal in each state."""
+    """Return a diagram of the moves, and a table of what is legal in a state and changes none."""
     lines = ["```mermaid", "stateDiagram-v2", f"    [*] --> {next(iter(moves))}"]
     for state, row in moves.items():
         targets: dict[str, list[str]] = {}
@@ -41,16 +41,14 @@ def states(moves: Moves) -> str:
             lines.append(f"    {state} --> {after}: {', '.join(events)}")
         if not targets:
             lines.append(f"    {state} --> [*]")
-    lines += ["```", "", "| state | moves | stays |", "|---|---|---|"]
-    for state, row in moves.items():
-        leaves = [
-            f"{event} → **{after}**"
-            for event, afters in row.items()
-            for after in afters
-            if after != state
-        ]
-        stays = [event for event, afters in row.items() if state in afters]
-        lines.append(f"| **{state}** | {', '.join(leaves) or '-'} | {', '.join(stays) or '-'} |")
+    lines.append("```")
+    stays = {
+        state: [event for event, afters in row.items() if state in afters]
+        for state, row in moves.items()
+    }
+    if any(stays.values()):
+        lines += ["", "| state | stays on |", "|---|---|"]
+        lines += [f"| **{s}** | {', '.join(events)} |" for s, events in stays.items() if events]
     return "\n".join(lines)
 
 

@@ -5,7 +5,7 @@ such a link becomes one to a highlighted listing with that line marked. A file t
 a line beyond its end, is a warning, and so fails the build. A link to a folder leads to its
 README.md.
 
-Two pages are tables of contents: the pages that they link to are their children, section by
+Three pages are tables of contents: the pages that they link to are their children, section by
 section, so that nothing of Sphinx stands in a page.
 """
 
@@ -23,7 +23,7 @@ from pygments.util import ClassNotFound
 from sphinx.application import Sphinx
 from sphinx.util import logging
 
-CONTENTS = ("docs/index", "docs/adr/README")
+CONTENTS = ("docs/index", "docs/adr/README", "bench/README")
 FOLDER = "_listings"
 SCHEME = "source:"
 
