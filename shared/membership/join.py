@@ -250,6 +250,7 @@ class Registration:
             open_stream(channel, REGISTRY_JOIN) as stream,
         ):
             link.is_connected, link.is_absent = True, False
+            link.gather_s = GATHER_S  # until this gateway says another: it tells only what differs
             await stream.send(wire.WorkerReport(announce=self._announce()))
             try:
                 gateway = await self._shake_hands(stream)

@@ -374,6 +374,28 @@ async def test_news_is_gathered_for_as_long_as_the_gateway_says() -> None:
 
 
 @virtual_time
+async def test_who_joins_anew_gathers_news_as_its_new_session_says() -> None:
+    """A gateway that has restarted has few workers at first, and says nothing of its pace."""
+
+    async def body(world: World) -> None:
+        gateway, loop = await world.gateway("g1"), asyncio.get_running_loop()
+        gateway.gather_s = 0.4
+        client = world.client("g1")
+        await client.joined(1)
+        await asyncio.sleep(1.0)
+        gateway.gather_s = None
+        client.registration.rejoin(gateway.incarnation)
+        await until(lambda: gateway.num_joins == 2, gateway)
+        await asyncio.sleep(0.02)
+        client.load, changed_at = WorkerStatus(num_running=3), loop.time()
+        client.registration.report_soon()
+        await until(lambda: gateway.status[WORKER].num_running == 3, gateway)
+        assert loop.time() - changed_at == pytest.approx(0.05, abs=0.02)
+
+    await in_world(body)
+
+
+@virtual_time
 async def test_roles_home_and_seen_orders_travel_with_announcement_and_status() -> None:
     """A worker that serves both says so once, and with each status what it holds, where it is at
     home, and what of that gateway's orders it counts."""
