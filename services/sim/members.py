@@ -65,8 +65,8 @@ class Member:
 class Members(ABC):
     """All workers. skips: see ``CoreWorker``.
 
-    Whoever has requests says what is to be done with a worker's words, with those that wait for a
-    pair, and with those of a worker that is lost.
+    Whoever has requests says what is to be done with a worker's words and with its report, with
+    those that wait for a pair, and with those of a worker that is lost.
     """
 
     liveness = LivenessRule()
@@ -101,6 +101,9 @@ class Members(ABC):
 
     @abstractmethod
     def _look_again(self) -> None: ...
+
+    @abstractmethod
+    def _reported(self) -> None: ...
 
     @abstractmethod
     def _lost(self, member: Member, error: MeshError) -> None: ...
@@ -243,6 +246,8 @@ class Members(ABC):
             if prefixes is not None and prefixes.joined(worker):
                 self._ask_prefixes()
             self._look_again()
+        else:
+            self._reported()
         if changes is not None and prefixes is not None and prefixes.told(worker, changes):
             self._ask_prefixes()
         self._look_at_homes(worker)
@@ -272,6 +277,7 @@ class Members(ABC):
     def _forget(self, member: Member) -> None:
         self.table.leave(member.core.incarnation)
         self.router.left(member.worker)
+        self._look_again()
 
     def _unpair(self, member: Member, error: MeshError) -> None:
         for other in self.members.values():

@@ -111,7 +111,8 @@ class CoreMesh(Members):
             max_waiting=max_waiting,
             max_wait_s=max_wait_s,
             overload=self.overload,
-            sides=lambda: self.table.sides,
+            sides=lambda: self.router.sides,
+            why_not_ready=self.table.why_not_ready,
             max_pending_tokens=max_pending_tokens,
         )
         self._may_be_refused = not max_pending_tokens
@@ -246,6 +247,10 @@ class CoreMesh(Members):
     def _look_again(self) -> None:
         for answer in list(self._answers.values()):
             self._look(answer)
+        self._reported()
+
+    def _reported(self) -> None:
+        self._perform(self._admission.changed(self.clock.now))
 
     def _wait_over(self, answer: CoreAnswer, search: LookForPair) -> None:
         if answer.search is search:
@@ -286,13 +291,14 @@ class CoreMesh(Members):
 
             self.clock.send(arrive)
         has_decode = decision.decode in send.legs.values()
-        self._admission.dispatched(
+        admitted = self._admission.dispatched(
             answer.key,
             self.members[decision.prefill].worker,
             self.members[decision.decode].worker if has_decode else None,
             now,
             num_cached=decision.num_cached,
         )
+        self._perform(admitted)
 
     def _cancel(self, answer: CoreAnswer, leg: Leg) -> None:
         sent = answer.legs[leg]

@@ -71,6 +71,15 @@ class Send(NamedTuple):
 Effect = lifecycle.Effect | LookForPair | BlamePair | WorkerDrains | Send
 
 
+def no_pair(why_not_ready: str) -> WorkerLost:
+    """Return the error of who has waited for workers as long as it may. why_not_ready: of the
+    mesh; '' = it takes other requests."""
+    reason = why_not_ready or "none is large enough"
+    return WorkerLost(
+        f"no pair of workers can take the request: {reason}", code="no_pair", retry_after_s=1.0
+    )
+
+
 class Dispatcher:
     """Finds the workers of one request, attempt by attempt.
 
@@ -161,14 +170,8 @@ class Dispatcher:
             return []
         if self.is_late(self._search.until):
             return self.deadline_passed()
-        reason = why_not_ready or "none is large enough"
-        no_pair = WorkerLost(
-            f"no pair of workers can take the request: {reason}",
-            code="no_pair",
-            retry_after_s=1.0,
-        )
         # After a failed attempt its error says more than that nobody can take the next one.
-        return self.give_up(self._after or no_pair)
+        return self.give_up(self._after or no_pair(why_not_ready))
 
     def is_late(self, now: float) -> bool:
         """Whether the deadline has passed."""

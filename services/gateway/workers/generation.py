@@ -122,10 +122,12 @@ class GatewayMesh:
             max_waiting=config.max_waiting,
             max_wait_s=config.max_wait_s,
             overload=self._overload,
-            sides=lambda: members.table.sides,
+            sides=lambda: members.router.sides,
+            why_not_ready=members.table.why_not_ready,
             tenants=Tenants(tenants),
             max_pending_tokens=config.max_pending_tokens,
         )
+        members.on_news = self._look_again
         self._stays: dict[bytes, _Stay] = {}
         self._num_early = 0  # requests that came before any worker
         self._timer: asyncio.TimerHandle | None = None
@@ -328,6 +330,10 @@ class GatewayMesh:
                     stay.is_settled, stay.error = True, error
             if stay.wake is not None:
                 stay.wake.set()
+
+    def _look_again(self) -> None:
+        """Of workers something new is known: who waits may be next."""
+        self._apply(self._admission.changed(asyncio.get_running_loop().time()))
 
     def _set_timer(self) -> None:
         due_at = self._admission.next_tick_at

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 import structlog
 
@@ -63,9 +63,9 @@ class Membership:
 
     random_bytes: for the policy, and for lease tokens.
 
-    Three things change here. A worker's load changes with every report and wakes nobody. Who may be
-    chosen is ``usability``; what workers are to be told (their standing partners, a pair to make, a
-    new home) is ``directives``.
+    Three things change here. A worker's load changes with every report. Who may be chosen is
+    ``usability``; of either ``on_news`` hears, at once. What workers are to be told (their standing
+    partners, a pair to make, a new home) is ``directives``.
     """
 
     def __init__(
@@ -88,6 +88,7 @@ class Membership:
         self.sessions: dict[tuple[Incarnation, Role], WorkerSession] = {}
         self._session_tasks: dict[WorkerSession, asyncio.Task[None]] = {}
         self.usability = News()
+        self.on_news: Callable[[], None] = lambda: None
         self.directives = News()
         self.homes: dict[Incarnation, Home] = {}  # ordered, not confirmed yet
         self.pairs: dict[Incarnation, list[Worker]] = {}  # wanted, not told yet
@@ -159,6 +160,8 @@ class Membership:
             if self.prefixes is not None and self.prefixes.joined(worker):
                 self.directives.tell()
             self._note_change()
+        else:
+            self.on_news()
 
     def told_prefixes(self, worker: Worker, changes: KvChanges) -> None:
         if self.prefixes is None:
@@ -177,11 +180,11 @@ class Membership:
 
     def pair_failed(self, prefill: Incarnation, decode: Incarnation) -> None:
         if self.table.pair_failed(prefill, decode):
-            self.usability.tell()
+            self._tell_usability()
 
     def drains(self, incarnation: Incarnation) -> None:
         if self.table.drains(incarnation):
-            self.usability.tell()
+            self._tell_usability()
 
     def leave(self, worker: Worker, reason: str) -> None:
         """Remove a worker; requests on it fail over. An entry that a rejoin has replaced stays."""
@@ -219,10 +222,15 @@ class Membership:
     def note_usability(self) -> None:
         """A worker's session came, went, fell silent or speaks again."""
         self.table.note_usability()
+        self._tell_usability()
+
+    def _tell_usability(self) -> None:
+        """Have everybody look again who waits for workers."""
         self.usability.tell()
+        self.on_news()
 
     def _note_change(self) -> None:
-        self.usability.tell()
+        self._tell_usability()
         standing, pace = self.table.at_home_with_tokens, gather_s(len(self.table))
         if self._standing is not standing or self.gather_s != pace:
             self._standing, self.gather_s = standing, pace

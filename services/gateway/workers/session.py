@@ -281,13 +281,14 @@ class RequestShell:
             leg.stream_id = session.send(leg, message, num_cached=num_cached)
         # The legs stand in order, prefill first; of a whole one both ends are the same worker.
         workers = [leg.session.worker for leg in self._legs.values()]
-        self._admission.dispatched(
+        admitted = self._admission.dispatched(
             self._request.request_id,
             workers[0],
             workers[-1] if decision.decode in legs.values() else None,
             asyncio.get_running_loop().time(),
             num_cached=num_cached,
         )
+        self._admit(admitted)
 
     # --- effects --------------------------------------------------------------------------------
 

@@ -11,7 +11,8 @@ time stands in the queue, and each comes there as a new request would: so many a
 turns than a request with one.
 
 A place is not all that is waited for: while the workers have enough (``work_ahead.py``), the rest
-is held here, where priority and fairness decide. Who waits for that alone is not refused for it.
+is held here, where priority and fairness decide. Who waits for that alone is not refused for it;
+but where nobody can be asked, nobody waits for that longer than ``max_wait_s``.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ from typing import NamedTuple
 from services.gateway.core.admission.fair_queue import FairQueue, QueuedRequest
 from services.gateway.core.admission.overload import Cached, Forecast, Overload, OverloadMode, late
 from services.gateway.core.admission.tenants import Tenants, Terms
-from services.gateway.core.admission.work_ahead import WorkAhead
+from services.gateway.core.admission.work_ahead import Work, WorkAhead
+from services.gateway.core.dispatcher import no_pair
 from services.gateway.core.routing.sides import NO_HITS, Sides
 from services.gateway.core.worker import Worker
 from shared.errors import DeadlinePassed, MeshError, Overloaded
 
-REASONS = ("queue_full", "queue_timeout", "deadline", "slo_ttft", "slo_tbt", "slo_both")
+REASONS = ("queue_full", "queue_timeout", "deadline", "no_pair", "slo_ttft", "slo_tbt", "slo_both")
 """Codes of what admission refuses, but for a gateway that shuts down."""
 
 AGEING_S = 60.0
@@ -73,34 +75,34 @@ class AdmissionStatistics:
         return sum(self.refusals.values())
 
 
-@dataclass(slots=True)
-class _Request:
-    """One answer to a request in the gateway. arrived_at: from when its time to the first token
-    counts. cached: what workers have of its prompt at a time. follows: see ``arrive``. decode:
-    where its last attempt was sent, None = nowhere, or to a prefill worker alone. may_be_refused:
-    no answer of the request has a token. waits_to_limit: in the queue until its first token is
-    late; else as long as anybody may."""
+@dataclass(slots=True, kw_only=True)
+class _Request(Work):
+    """One answer to a request in the gateway. came_at: here; arrived_at: from when its time to the
+    first token counts. cached: what workers have of its prompt at a time. follows: see ``arrive``.
+    decode: where its last attempt was sent, None = nowhere, or to a prefill worker alone.
+    may_be_refused: no answer of the request has a token. limit_at: it waits in the queue until
+    its first token is late; inf = as long as anybody may."""
 
     key: bytes
     terms: Terms
-    num_tokens: int
+    came_at: float
     arrived_at: float
     deadline_at: float
     cached: Cached
     follows: bytes
     may_be_refused: bool
-    waits_to_limit: bool = False
+    limit_at: float = math.inf
     queued: QueuedRequest | None = None
     decode: Worker | None = None
     was_sent: bool = False
-    has_begun: bool = False
 
 
 class Admission:
     """Who runs and who waits.
 
     Keys are any hashable that names a request; each is admitted at most once. sides: who can be
-    asked at this moment. max_pending_tokens: see ``WorkAhead``.
+    asked at this moment, and where nobody can, why_not_ready: one sentence. max_pending_tokens: see
+    ``WorkAhead``.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class Admission:
         max_wait_s: float,
         overload: Overload,
         sides: Callable[[], Sides],
+        why_not_ready: Callable[[], str] = lambda: "",
         tenants: Tenants | None = None,
         max_pending_tokens: int = 0,
     ) -> None:
@@ -118,7 +121,7 @@ class Admission:
         self._max_waiting = max_waiting
         self._max_wait_s = max_wait_s
         self._overload = overload
-        self._sides = sides
+        self._sides, self._why_not_ready = sides, why_not_ready
         self.tenants = tenants or Tenants()
         self._queue = FairQueue(
             lambda name: self.tenants.tenant(name).weight,
@@ -134,6 +137,7 @@ class Admission:
         self._refusals: Counter[str] = Counter()
         self._left_at = 0.0
         self._gap_s = 0.0
+        self._nobody_since: float | None = None  # None = somebody can be asked
 
     # --- events ---------------------------------------------------------------------------------
 
@@ -153,18 +157,20 @@ class Admission:
         where it may be refused by a prediction. follows: the first answer of the request, which was
         admitted, if this is a further one."""
         request = _Request(
-            key,
-            terms,
-            num_tokens,
-            now if arrived_at is None else arrived_at,
-            math.inf if deadline_at is None else deadline_at,
-            cached,
-            follows,
+            key=key,
+            terms=terms,
+            num_tokens=num_tokens,
+            came_at=now,
+            arrived_at=now if arrived_at is None else arrived_at,
+            deadline_at=math.inf if deadline_at is None else deadline_at,
+            cached=cached,
+            follows=follows,
             may_be_refused=not follows,
         )
         if now >= request.deadline_at:
             error = DeadlinePassed("the deadline passed before the request was admitted")
             return [self._refused(request, error)]
+        self._can_ask(now)
         has_place = not (self._queue or self._is_full) and self._may_run(terms.tenant)
         queue_s = 0.0
         if terms.has_limit and not has_place:
@@ -188,27 +194,34 @@ class Admission:
             effects.append(self._make_room(self._waiting[last.key]))
         return effects
 
+    def changed(self, now: float) -> Sequence[Effect]:
+        """Who can be asked has changed, or a worker has told of itself."""
+        self._can_ask(now)
+        return self._fill(now)
+
     def dispatched(
         self, key: bytes, prefill: Worker, decode: Worker | None, now: float, *, num_cached: int = 0
-    ) -> None:
+    ) -> Sequence[Effect]:
         """An attempt of a request that runs was sent to this pair, or, if it is to have one token
         only, to a prefill worker alone (decode is None); see ``Overload``."""
         request = self._running.get(key)
         if request is None:
-            return
+            return ()
         request.was_sent, request.decode = True, decode
         is_apart = decode is not None and decode is not prefill
-        self._work_ahead.dispatched(key, num_cached=num_cached, is_apart=is_apart)
+        self._work_ahead.sent(request, num_cached=num_cached, is_apart=is_apart)
         # Overload counts answers on decode: one without it takes no place there.
         if decode is not None:
             num_tokens = request.num_tokens
             self._overload.dispatched(key, prefill, decode, num_tokens, now, num_cached=num_cached)
+        return self._fill(now)  # what a cache has is not computed
 
     def granted(self, key: bytes, now: float) -> Sequence[Effect]:
         """Decode has room for it."""
-        if key not in self._running:
+        request = self._running.get(key)
+        if request is None:
             return ()
-        self._work_ahead.granted(key)
+        self._work_ahead.granted(request)
         return self._fill(now)
 
     def prompt_computed(self, key: bytes, now: float) -> list[TurnAway]:
@@ -233,11 +246,10 @@ class Admission:
         if request.has_begun:
             self._queue.charge(tenant, output_tokens=num_tokens)
             return ()
-        request.has_begun = True
+        self._work_ahead.began(request)
         self._goes_on(request)
         self._overload.began(key, now)
         self._queue.charge(tenant, prompt_tokens=-cached_tokens, output_tokens=num_tokens)
-        self._work_ahead.began(key)
         return self._fill(now)
 
     def leave(self, key: bytes, now: float) -> list[Effect]:
@@ -252,7 +264,7 @@ class Admission:
             if not request.was_sent:  # no pair was found for it
                 self._queue.charge(request.terms.tenant, prompt_tokens=-request.num_tokens)
             self._overload.ended(key, now)
-            self._work_ahead.ended(key)
+            self._work_ahead.ended(request)
         return self._fill(now)
 
     @property
@@ -265,18 +277,22 @@ class Admission:
 
     def tick(self, now: float) -> list[Effect]:
         """TurnAway who has waited too long."""
+        self._can_ask(now)
         effects: list[Effect] = []
         while (due_at := self.next_tick_at) is not None and due_at <= now:
             _, key = heapq.heappop(self._give_up)
             request = self._waiting[key]
-            if self._is_held(request, now):
-                self._look_after(request, now + self._max_wait_s)
-            else:
-                effects.append(self._waited_too_long(request, now))
+            error = self._waited_too_long(request, now)
+            if error is None:
+                self._look_after(request, now)
+                continue
+            effects.append(self._refused(request, error))
+            self._next_answer(request, now)
         return effects
 
     def close(self, error: MeshError) -> list[Effect]:
         """TurnAway everybody who waits."""
+        self._behind.clear()
         return [self._refused(request, error) for request in list(self._waiting.values())]
 
     def statistics(self) -> AdmissionStatistics:
@@ -289,6 +305,14 @@ class Admission:
     def _is_full(self) -> bool:
         return len(self._running) >= self._max_running or self._work_ahead.is_enough
 
+    def _can_ask(self, now: float) -> bool:
+        """Whether anybody can take a request; if not, it is noted since when."""
+        if self._sides():
+            self._nobody_since = None
+        elif self._nobody_since is None:
+            self._nobody_since = now
+        return self._nobody_since is None
+
     def _may_run(self, tenant: str) -> bool:
         most = self.tenants.tenant(tenant).max_running
         return most is None or self._num_of_tenant[tenant] < most
@@ -297,7 +321,7 @@ class Admission:
         tenant = request.terms.tenant
         self._running[request.key] = request
         self._num_of_tenant[tenant] += 1
-        self._work_ahead.admitted(request.key, request.num_tokens)
+        self._work_ahead.admitted(request)
         self._queue.charge(tenant, prompt_tokens=request.num_tokens)
         return Admit(request.key)
 
@@ -309,15 +333,10 @@ class Admission:
 
     def _wait(self, request: _Request, now: float) -> None:
         self._waiting[request.key] = request
-        limit_at = math.inf
-        if request.may_be_refused:
-            # Who names a limit says how long it waits.
-            due_at = request.arrived_at + request.terms.ttft_s
-            # Told once: the mode may be another when the time is up.
-            is_off = self._overload.mode is OverloadMode.OFF
-            request.waits_to_limit = not is_off and due_at < math.inf
-            limit_at = due_at if request.waits_to_limit else now + self._max_wait_s
-        self._look_after(request, limit_at)
+        # Told once: the mode may be another when the time is up.
+        if request.may_be_refused and self._overload.mode is not OverloadMode.OFF:
+            request.limit_at = request.arrived_at + request.terms.ttft_s
+        self._look_after(request, now)
         others = self._behind.get(request.follows)
         if others is not None:
             others.append(request)
@@ -328,17 +347,14 @@ class Admission:
             self._behind[request.follows] = deque()
         self._line_up(request, now)
 
-    def _look_after(self, request: _Request, at: float) -> None:
-        """Ask at that time, or at its deadline, whether it has waited too long."""
-        at = min(at, request.deadline_at)
-        if at < math.inf:
-            heapq.heappush(self._give_up, (at, request.key))
+    def _look_after(self, request: _Request, now: float) -> None:
+        """Ask at some time whether it has waited too long: not later than anybody may."""
+        at = min(self._most_without_workers(request, now), request.limit_at, request.deadline_at)
+        heapq.heappush(self._give_up, (at, request.key))
 
-    def _is_held(self, request: _Request, now: float) -> bool:
-        """Whether it waits for nothing but the workers, which have enough: that has no limit but
-        its own and its deadline."""
-        has_place = len(self._running) < self._max_running and self._may_run(request.terms.tenant)
-        return has_place and not request.waits_to_limit and now < request.deadline_at
+    def _most_without_workers(self, request: _Request, now: float) -> float:
+        since = now if self._nobody_since is None else self._nobody_since
+        return max(since, request.came_at) + self._max_wait_s
 
     def _line_up(self, request: _Request, now: float, *, was_away: bool = True) -> None:
         came_at = now if request.follows else request.arrived_at
@@ -391,21 +407,28 @@ class Admission:
             cached=request.cached,
         )
 
-    def _waited_too_long(self, request: _Request, now: float) -> TurnAway:
+    def _waited_too_long(self, request: _Request, now: float) -> MeshError | None:
+        """Return why it waits no more. Who waits for nothing but the workers, which have enough,
+        waits on: that has no limit but its own and its deadline."""
         if now >= request.deadline_at:
-            error: MeshError | None = DeadlinePassed("the deadline passed in the queue")
-        elif request.waits_to_limit:
+            return DeadlinePassed("the deadline passed in the queue")
+        if now >= request.limit_at:
             waited_s = now - request.arrived_at
             # At the instant of the timer the limit is reached, and not yet missed: hence the 1 ms.
-            error = late(request.terms, Forecast(waited_s + 1e-3, 0.0))
-        else:
-            error = Overloaded(
+            return late(request.terms, Forecast(waited_s + 1e-3, 0.0))
+        if self._nobody_since is None:
+            has_place = len(self._running) < self._max_running
+            may_wait = request.limit_at < math.inf or not request.may_be_refused
+            if may_wait or (has_place and self._may_run(request.terms.tenant)):
+                return None
+            return Overloaded(
                 f"no place came free within {self._max_wait_s:g} s{self._own_limit(request)}",
                 code="queue_timeout",
                 retry_after_s=max(1.0, self._max_wait_s),
             )
-        assert error is not None
-        return self._refused(request, error)
+        if now < self._most_without_workers(request, now):
+            return None
+        return no_pair(self._why_not_ready())
 
     def _make_room(self, request: _Request) -> TurnAway:
         waiting = f"{len(self._waiting) - 1} wait{self._own_limit(request)}"
@@ -428,7 +451,5 @@ class Admission:
         self._waiting.pop(request.key, None)
         if request.queued is not None:
             self._queue.remove(request.queued)
-            # Those behind it need no turn any more: they have the same deadline, and so end now.
-            self._behind.pop(request.follows, None)
         self._refusals[error.code or error.type] += 1
         return TurnAway(request.key, error)

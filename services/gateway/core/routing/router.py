@@ -15,7 +15,7 @@ from services.gateway.core.routing.expectations import EndedAnswer, Expectations
 from services.gateway.core.routing.peer_table import PeerTable
 from services.gateway.core.routing.rendezvous import affinity_of
 from services.gateway.core.routing.routing import PairWanted, RouteDecision, RoutingPolicy, route
-from services.gateway.core.routing.sides import NO_HITS, RouteRequest
+from services.gateway.core.routing.sides import NO_HITS, RouteRequest, Sides
 from services.gateway.core.worker import Worker
 
 SMALL_SURPRISE = 0.05
@@ -45,6 +45,13 @@ class Router:
     def needs_prompt(self) -> bool:
         """Whether the policy goes by ``RouteRequest.prompt``."""
         return self.policy.needs_affinity or self.policy.needs_prefixes
+
+    @property
+    def sides(self) -> Sides:
+        """Who may be chosen now: workers at home, if the policy leaves them there; and where no
+        pair is made, those of which one could be, for a request makes it."""
+        sides = self._table.sides or self._table.reach
+        return sides if self.policy.moves_roles or not sides.at_home else sides.at_home
 
     def cached(self, prompt: HashedPrompt | None, now: float) -> Mapping[int, Hit]:
         """Return what workers have of a prompt, by their places, as far as the policy knows."""

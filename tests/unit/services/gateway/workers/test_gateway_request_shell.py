@@ -14,6 +14,7 @@ from services.gateway.core.admission.admission import Admission, Admit
 from services.gateway.core.admission.overload import Overload, OverloadMode, ReportedSpeeds
 from services.gateway.core.admission.tenants import Terms
 from services.gateway.core.lifecycle import Leg
+from services.gateway.core.routing.sides import Sides
 from services.gateway.core.worker import Role, Worker
 from services.gateway.front.answers import HELD_TOKENS, Answers, Choice, TextDelta, open_answers
 from services.gateway.mesh import GenerationRequest, Take, Tokens
@@ -189,11 +190,12 @@ async def test_who_is_refused_early_is_asked_about_again_whoever_says_so_and_whe
     """The planner has requests refused that would be late, of a gateway that was not told to: one
     whose answer would be too slow ends as its prompt is computed."""
     overload = Overload(OverloadMode.OFF, Slow())
+    key, worker, session = REQUEST.request_id, a_worker(Role.DECODE, 1, bit=1), Session()
+    alone = Sides([worker], [1], [worker])
     admission = Admission(
-        max_running=1, max_waiting=0, max_wait_s=1.0, overload=overload, sides=lambda: NOBODY
+        max_running=1, max_waiting=0, max_wait_s=1.0, overload=overload, sides=lambda: alone
     )
     shell = a_shell(lambda tokens: True, admission)
-    key, worker, session = REQUEST.request_id, a_worker(Role.DECODE, 1), Session()
     assert admission.arrive(key, 0.0, terms=Terms(tpot_s=0.1)) == [Admit(key)]
     admission.dispatched(key, worker, worker, 0.0)
     leg = shell._legs[Leg.WHOLE] = LegShell(shell, 0, Leg.WHOLE, cast("Any", session))

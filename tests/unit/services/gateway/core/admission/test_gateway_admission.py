@@ -14,6 +14,9 @@ from shared.tenants import Asked, Tenant
 from tests.support.routing import a_worker
 
 
+PAIR = Sides([a_worker(Role.PREFILL, 1)], [1], [a_worker(Role.DECODE, 2, bit=1)])
+
+
 def an_admission(running: int = 1, waiting: int = 2, **tenants: Tenant) -> Admission:
     """One place, room for two, two seconds."""
     return Admission(
@@ -21,7 +24,7 @@ def an_admission(running: int = 1, waiting: int = 2, **tenants: Tenant) -> Admis
         max_waiting=waiting,
         max_wait_s=2.0,
         overload=Overload(OverloadMode.OFF),
-        sides=lambda: Sides([], [], []),
+        sides=lambda: PAIR,
         tenants=Tenants(tenants),
     )
 
@@ -86,7 +89,7 @@ def test_who_waits_when_early_refusal_begins_or_ends_is_refused_by_the_limit_it_
         max_waiting=2,
         max_wait_s=2.0,
         overload=overload,
-        sides=lambda: Sides([], [], []),
+        sides=lambda: PAIR,
     )
     admission.arrive(b"a", 0.0)
     admission.arrive(b"b", 0.0, terms=Terms(ttft_s=60.0))
@@ -166,9 +169,9 @@ def test_further_answers_of_a_request_wait_until_its_deadline() -> None:
     for key in (b"2", b"3"):
         assert admission.arrive(key, 0.0, terms=of("t"), deadline_at=60.0, follows=b"1") == []
     assert admission.statistics().num_waiting == 2
-    assert admission.next_tick_at == 60.0
     assert refused(admission.arrive(b"new", 1.0, terms=of("t", 7))) == (b"new", "queue_full")
     assert admission.leave(b"1", 50.0) == [Admit(b"2")]
+    assert admission.tick(59.9) == []
     (late,) = admission.tick(60.0)
     assert late.key == b"3"
     assert isinstance(late.error, DeadlinePassed)
@@ -176,7 +179,7 @@ def test_further_answers_of_a_request_wait_until_its_deadline() -> None:
     assert admission.leave(b"2", 60.0) == []
     assert admission.arrive(b"4", 61.0, terms=of("t"), follows=b"1") == [Admit(b"4")]
     assert admission.arrive(b"5", 61.0, terms=of("t"), follows=b"1") == []
-    assert admission.next_tick_at is None
+    assert admission.tick(1e6) == []
 
 
 def test_further_answers_take_turns_with_other_requests() -> None:

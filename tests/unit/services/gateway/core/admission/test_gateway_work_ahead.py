@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from services.gateway.core.admission.admission import AGEING_S, Admission, Admit, TurnAway
@@ -16,15 +18,21 @@ from tests.unit.services.gateway.core.routing.test_gateway_routing import a_work
 PREFILL, DECODE = a_worker(Role.PREFILL, 1), a_worker(Role.DECODE, 2)
 
 
-def an_admission(*, decode: Worker = DECODE, pending: int = 1000, waiting: int = 2) -> Admission:
-    """One pair, eight places, two seconds."""
-    at = Sides([PREFILL], [1], [decode])
+def an_admission(
+    *,
+    decode: Worker = DECODE,
+    pending: int = 1000,
+    sides: Callable[[], Sides] | None = None,
+) -> Admission:
+    """One pair, or those of ``sides``; eight places, two that wait besides, two seconds."""
+    pair = Sides([PREFILL], [1], [decode])
     return Admission(
         max_running=8,
-        max_waiting=waiting,
+        max_waiting=2,
         max_wait_s=2.0,
         overload=Overload(OverloadMode.OFF),
-        sides=lambda: at,
+        sides=sides or (lambda: pair),
+        why_not_ready=lambda: "all are silent",
         max_pending_tokens=pending,
     )
 
@@ -37,7 +45,7 @@ def filled(admission: Admission, *, num_tokens: int = 300) -> None:
     """As many prompts as the worker has ahead, and not one more."""
     for number in range(PROMPTS_AHEAD):
         assert admission.arrive(key(number), 0.0, num_tokens=num_tokens) == [Admit(key(number))]
-        assert admission.dispatched(key(number), PREFILL, DECODE, 0.0) is None
+        assert admission.dispatched(key(number), PREFILL, DECODE, 0.0) == []
         assert admission.granted(key(number), 0.0) == []
 
 
@@ -152,3 +160,90 @@ def test_a_wait_for_workers_ages_slowly() -> None:
     assert begin(admission, 0, 51.0) == [Admit(b"urgent")]
     admission.arrive(b"urgent too", AGEING_S + 1, terms=of("", 4), num_tokens=300)
     assert begin(admission, 1, AGEING_S + 2) == [Admit(b"old")]
+
+
+# --- workers that come, go and tell -----------------------------------------------------------------
+
+
+def test_a_worker_that_joins_is_given_work_at_once() -> None:
+    """Whatever those have that were here before it."""
+    sides = [Sides([PREFILL], [1], [DECODE])]
+    admission = an_admission(sides=lambda: sides[-1])
+    filled(admission)
+    assert admission.arrive(b"next", 0.0, num_tokens=300) == []
+    assert admission.changed(0.1) == []
+    sides.append(Sides([PREFILL, a_worker(Role.PREFILL, 3)], [1, 1], [DECODE]))
+    assert admission.changed(0.2) == [Admit(b"next")]
+
+
+def test_a_report_that_there_is_room_lets_the_next_one_go() -> None:
+    decode = a_worker(Role.DECODE, 2)
+    decode.report(WorkerStatus(reserved_blocks=decode.num_blocks))
+    admission = an_admission(decode=decode)
+    for number in range(2):
+        admission.arrive(key(number), 0.0, num_tokens=10)
+    assert admission.arrive(b"next", 0.0, num_tokens=10) == []
+    decode.report(WorkerStatus())
+    assert admission.changed(0.1) == [Admit(b"next")]
+
+
+def test_a_prompt_that_turns_out_to_be_cached_makes_room_for_another() -> None:
+    admission = an_admission()
+    filled(admission)
+    admission.arrive(b"next", 0.0, num_tokens=300)
+    assert admission.dispatched(key(1), PREFILL, DECODE, 0.1, num_cached=299) == [Admit(b"next")]
+
+
+def test_while_all_workers_are_silent_nobody_overtakes() -> None:
+    """Who comes then waits behind who came before, also where there were places; who is urgent is
+    first, as ever."""
+    nobody, pair = Sides([], [], []), Sides([PREFILL], [1], [DECODE])
+    sides = [nobody]
+    admission = an_admission(sides=lambda: sides[-1])
+    for name in (b"a", b"b"):
+        assert admission.arrive(name, 0.0, num_tokens=10) == []
+    assert admission.arrive(b"urgent", 0.5, terms=of("", 7), num_tokens=10) == []
+    assert admission.changed(1.0) == []
+    sides.append(pair)
+    assert admission.changed(1.5) == [Admit(b"urgent"), Admit(b"a"), Admit(b"b")]
+
+
+@pytest.mark.parametrize("pending", [1000, 0])
+def test_where_nobody_can_be_asked_all_hear_of_it_at_once(pending: int) -> None:
+    """When that has lasted for as long as anybody may wait, whoever is first; who came later waits
+    as long. With limits of their own they hear of those where they are shorter."""
+    sides = [Sides([PREFILL], [1], [DECODE])]
+    admission = an_admission(sides=lambda: sides[-1], pending=pending)
+    if pending:
+        filled(admission, num_tokens=9999)
+        admission.arrive(b"held", 0.0, num_tokens=300)
+    sides.append(Sides([], [], []))
+    assert admission.changed(7.0) == []
+    for name in (b"a", b"b"):
+        assert admission.arrive(name, 7.0, num_tokens=300) == []
+    assert admission.arrive(b"c", 8.5, num_tokens=300, deadline_at=8.75) == []
+    assert admission.arrive(b"later", 8.5, num_tokens=300) == []
+    told = list[TurnAway]()
+    while (at := admission.next_tick_at) is not None and at < 9.0:
+        told += admission.tick(at)  # type: ignore[arg-type]
+    assert [(it.key, type(it.error)) for it in told] == [(b"c", DeadlinePassed)]
+    told = admission.tick(9.0)  # type: ignore[assignment]
+    assert sorted(it.key for it in told) == [b"a", b"b"] + [b"held"] * bool(pending)
+    assert {it.error.code for it in told} == {"no_pair"}
+    assert "no pair of workers can take the request: all are silent" in told[0].error.message
+    assert admission.tick(10.4) == []
+    assert refused(admission.tick(10.5)) == (b"later", "no_pair")
+
+
+def test_of_a_request_with_many_answers_each_hears_that_there_is_nobody() -> None:
+    """Or has its turn, if somebody comes back between two of them."""
+    sides = [Sides([PREFILL], [1], [DECODE])]
+    admission = an_admission(sides=lambda: sides[-1])
+    admission.arrive(b"1", 0.0)
+    sides.append(Sides([], [], []))
+    for number in (2, 3, 4):
+        assert admission.arrive(key(number), 0.1 * number, follows=b"1") == []
+    assert refused(admission.tick(2.2)) == (b"2", "no_pair")
+    assert refused(admission.tick(2.3)) == (b"3", "no_pair")
+    sides.append(sides[0])
+    assert admission.changed(2.35) == [Admit(b"4")]

@@ -21,6 +21,7 @@ from services.gateway.core.routing.pools import (
     is_confirmed,
     pool_of,
 )
+from services.gateway.core.routing.router import Router
 from services.gateway.core.routing.routing import POLICIES
 from services.gateway.core.routing.sides import RouteRequest
 from services.gateway.core.worker import Role, Worker, WorkerStatus
@@ -347,6 +348,27 @@ def test_other_policies_leave_everybody_at_home_unless_nobody_is(policy: str) ->
     table.leave(Incarnation(2))
     assert decide(policy, table, request=REQUEST).is_colocated
     assert decide(policy, table, request=away).is_colocated
+
+
+def test_what_a_gateway_counts_on_are_the_workers_that_its_policy_chooses_from() -> None:
+    """Those at home, of a policy that leaves them there; where nobody is, or no pair is made,
+    whoever could be one of a pair."""
+    table = a_mesh_of("prompt", "token")
+
+    def numbers(policy: str) -> tuple[list[int], list[int]]:
+        sides = Router(POLICIES[policy](), table, index_bytes=1 << 20).sides
+        return [it.incarnation for it in sides.prefills], [it.incarnation for it in sides.decodes]
+
+    assert numbers("least_loaded") == ([1], [2])
+    assert numbers("splitwise") == ([1, 2], [1, 2])
+    for worker in table.workers:
+        table.report(worker, WorkerStatus())
+    assert not table.sides
+    assert numbers("least_loaded") == numbers("splitwise") == ([1, 2], [1, 2])
+    for worker in table.workers:
+        worker.silent.add(Role.PREFILL)
+    table.note_usability()
+    assert numbers("least_loaded") == ([], [])
 
 
 def test_a_colocated_worker_of_one_role_is_at_home_on_both_sides() -> None:

@@ -1,0 +1,95 @@
+"""Who waits in a gateway hears of workers: of one that joins, of all that are silent, and of the
+other gateways' requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from itertools import pairwise
+
+from services.gateway.workers.generation import GatewayMesh
+from shared.engine.fake import FakeTiming
+from tests.support.grpc_client import Answer
+from tests.support.virtual_loop import virtual_time
+from tests.support.whole_mesh import WholeMesh, whole_mesh
+from tests.support.worker_mesh import a_prompt
+
+LONG = FakeTiming(base_s=0.02, prefill_token_s=0.005)
+"""Ten seconds for a prompt of 2,000 tokens."""
+
+
+def waiting(mesh: WholeMesh, gateway: int = 0) -> int:
+    front: GatewayMesh = mesh.gateways[gateway].mesh
+    return front.statistics.num_waiting
+
+
+@virtual_time
+async def test_a_worker_that_joins_has_prompts_as_soon_as_it_is_paired() -> None:
+    """While the other one has seconds to go until its next first token."""
+    async with whole_mesh(num_blocks=4096, timing=LONG) as mesh, asyncio.TaskGroup() as tasks:
+        for number in range(8):
+            tasks.create_task(mesh.ask(a_prompt(1900, seed=number), 1))
+        await mesh.until(lambda: waiting(mesh) == 3)
+        new = await mesh.start_worker("prefill")
+        await mesh.ready()
+        joined_at = asyncio.get_running_loop().time()
+        await mesh.until(lambda: new.worker.load().num_prompts)
+        assert asyncio.get_running_loop().time() < joined_at + 0.1
+        assert waiting(mesh) == 0
+
+
+@virtual_time
+async def test_while_all_workers_are_silent_the_order_stays_and_all_hear_of_it_at_once() -> None:
+    """Who waited before, and comes meanwhile, is not sent to nobody one by one: all hear of it
+    when it has lasted as long as anybody may wait, or are answered in their order."""
+    short = FakeTiming(base_s=0.02, prefill_token_s=0.001)
+    ended: list[tuple[int, float, Answer]] = []
+
+    async def ask(number: int, **terms: int) -> None:
+        answer = await mesh.ask(a_prompt(500, seed=number), 1, terms=terms)
+        ended.append((number, asyncio.get_running_loop().time(), answer))
+
+    async with whole_mesh(num_blocks=4096, timing=short) as mesh:
+        network, loop = mesh.network.fabric, asyncio.get_running_loop()
+        table = mesh.gateways[0].members.table
+        network.partition("prefill-0", "gateway-0")
+        await mesh.until(lambda: not table.sides)
+        async with asyncio.TaskGroup() as tasks:
+            began_at = loop.time()
+            for number in range(40):
+                tasks.create_task(ask(number))
+        assert [it.error and it.error.code for _, _, it in ended] == ["no_pair"] * 40
+        assert max(at for _, at, _ in ended) < began_at + 2.1
+        ended.clear()
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(1, 10):
+                tasks.create_task(ask(number))
+                await asyncio.sleep(0.02)
+            tasks.create_task(ask(0, priority=7))
+            network.heal()
+        assert [it.error for _, _, it in ended] == [None] * 10
+        at = dict(sorted((number, at) for number, at, _ in ended))  # some in one step
+        assert all(after > before - 0.01 for before, after in pairwise(at.values())), str(at)
+
+
+@virtual_time
+async def test_workers_that_may_move_are_no_reason_to_refuse_nobody() -> None:
+    """Those at home with tokens are idle, but no prompt is sent there: who would be late behind
+    those at home with prompts is refused."""
+    settings = {"gateway": {"policy": "least_loaded", "overload": "early"}}
+    movable, short = {"movable": True}, FakeTiming(base_s=0.02, prefill_token_s=0.001)
+    async with whole_mesh(
+        **settings, prefill=movable, decode=movable, num_blocks=4096, timing=short
+    ) as mesh:
+        for number in range(12):  # workers learn how long their steps take
+            await mesh.ask(a_prompt(100, seed=number), 4)
+        async with asyncio.TaskGroup() as tasks:
+            asked = [
+                tasks.create_task(
+                    mesh.ask(a_prompt(500, seed=100 + number), 4, terms={"ttft_ms": 1500.0})
+                )
+                for number in range(8)
+            ]
+        codes = Counter(it.result().error and it.result().error.code for it in asked)
+        assert codes["slo_ttft"] >= 4, codes
+        assert sum(codes.values()) == 8
