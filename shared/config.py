@@ -184,8 +184,8 @@ class GatewayConfig(ServiceConfig):
     """Requests in progress at once; more wait."""
 
     max_pending_tokens: Annotated[int, Between(0)] = 8192
-    """Prompt tokens, or four prompts if they are more, that each prefill worker has ahead; others
-    wait in the gateway, where priority and fairness decide. 0 = none do."""
+    """Prompt tokens, or four prompts if they are more, that each prefill worker has ahead, of all
+    gateways; others wait in the gateway, where priority and fairness decide. 0 = none do."""
 
     max_waiting: Annotated[int, Between(0)] = 256
     """Requests that may wait for a place; more are refused at once."""

@@ -40,9 +40,9 @@ class WorkerStatus:
     share one, likewise; max_running: most sequences of a step, likewise. prompt_steps,
     answer_steps: how long its steps take with prompts, and without. egress_bytes: KV that is
     announced to others and not acknowledged. first_gateway: the lowest of the gateways that it has
-    joined, 0 = it does not say. num_taken: prompts that it was sent, by all of them. dram_token_s,
-    ssd_token_s: seconds that a token's KV takes from there back into the pool, 0 = unknown. seen:
-    by session, the last order of the gateway it is told to that it counts.
+    joined, num_gateways: how many, 0 = it does not say. num_taken: prompts that it was sent, by all
+    of them. dram_token_s, ssd_token_s: seconds that a token's KV takes from there back into the
+    pool, 0 = unknown. seen: by session, the last order of the gateway it is told to that it counts.
     """
 
     pending_tokens: int = 0
@@ -68,6 +68,7 @@ class WorkerStatus:
     speeds: Mapping[Incarnation, float] = field(default_factory=dict[Incarnation, float])
     egress_bytes: int = 0
     first_gateway: int = 0
+    num_gateways: int = 0
     num_taken: int = 0
     dram_token_s: float = 0.0
     ssd_token_s: float = 0.0

@@ -103,7 +103,7 @@ class Members(ABC):
     def _look_again(self) -> None: ...
 
     @abstractmethod
-    def _reported(self) -> None: ...
+    def _reported(self, worker: Worker) -> None: ...
 
     @abstractmethod
     def _lost(self, member: Member, error: MeshError) -> None: ...
@@ -246,8 +246,7 @@ class Members(ABC):
             if prefixes is not None and prefixes.joined(worker):
                 self._ask_prefixes()
             self._look_again()
-        else:
-            self._reported()
+        self._reported(worker)
         if changes is not None and prefixes is not None and prefixes.told(worker, changes):
             self._ask_prefixes()
         self._look_at_homes(worker)

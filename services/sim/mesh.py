@@ -35,7 +35,7 @@ from services.gateway.core.index.prefixes import HashedPrompt
 from services.gateway.core.lifecycle import CancelLeg, End, Leg, Lifecycle, Reroute
 from services.gateway.core.routing.expectations import EndedAnswer
 from services.gateway.core.routing.routing import RouteDecision
-from services.gateway.core.worker import Role
+from services.gateway.core.worker import Role, Worker
 from services.sim.clock import WIRE_S, counted_bytes, counted_chances
 from services.sim.engine import SimEngine
 from services.sim.members import Member, Members
@@ -247,10 +247,10 @@ class CoreMesh(Members):
     def _look_again(self) -> None:
         for answer in list(self._answers.values()):
             self._look(answer)
-        self._reported()
-
-    def _reported(self) -> None:
         self._perform(self._admission.changed(self.clock.now))
+
+    def _reported(self, worker: Worker) -> None:
+        self._perform(self._admission.changed(self.clock.now, worker))
 
     def _wait_over(self, answer: CoreAnswer, search: LookForPair) -> None:
         if answer.search is search:

@@ -315,7 +315,8 @@ class Registration:
             # at all.
             seen = self._seen(link.gateway or Incarnation(0))
             status = status_to_wire(self._load(), seen)
-            status.first_gateway = min(self._joined, default=0)
+            joined = self._joined
+            status.first_gateway, status.num_gateways = min(joined, default=0), len(joined)
             status.kv = self._kv_changes(link)
             now = asyncio.get_running_loop().time()
             if is_last or status != told or now >= told_at + IDLE.interval_s:

@@ -21,6 +21,7 @@ _SAME = (
     *("free_blocks", "reserved_blocks", "quarantined_blocks", "step_tokens", "batch_tokens"),
     "max_running",
     *("egress_bytes", "home_epoch", "home_order", "first_gateway"),
+    "num_gateways",
 )
 """What a report and its wire form call and hold alike."""
 

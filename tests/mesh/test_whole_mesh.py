@@ -576,13 +576,15 @@ async def test_a_drain_limit_is_a_typed_error() -> None:
 
 @virtual_time
 async def test_a_drain_limit_reaches_who_waits() -> None:
-    """For a place, and for a pair of workers: both hear the same, at once."""
-    settings = {"drain_s": 0.5, "max_running": 1, "max_wait_s": 20.0}
+    """For a turn, and for another pair of workers: both hear the same, at once."""
+    settings = {"drain_s": 0.5, "max_wait_s": 20.0, "failover_wait_s": 20.0}
     async with whole_mesh(timing=SLOW, gateway=settings) as mesh:
         async with asyncio.TaskGroup() as tasks:
+            asked = [tasks.create_task(mesh.ask(a_prompt(50), 400))]
+            await asyncio.sleep(0.2)
             await mesh.kill(mesh.decodes[0])
             await mesh.until(lambda: not mesh.gateways[0].members.table.sides.num_pairs)
-            asked = [tasks.create_task(mesh.ask(a_prompt(50, seed=i), 400)) for i in range(2)]
+            asked.append(tasks.create_task(mesh.ask(a_prompt(50, seed=1), 400)))
             await asyncio.sleep(0.2)
             counts = mesh.gateways[0].mesh.statistics
             assert (counts.num_running, counts.num_waiting) == (1, 1)

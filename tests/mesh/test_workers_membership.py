@@ -396,6 +396,25 @@ async def test_who_joins_anew_gathers_news_as_its_new_session_says() -> None:
 
 
 @virtual_time
+async def test_every_gateway_hears_how_many_there_are() -> None:
+    """Each may give the worker its share."""
+
+    async def body(world: World) -> None:
+        first, second = await world.gateway("g1"), await world.gateway("g2")
+        client = world.client("g1", "g2")
+        for gateway in (first, second):
+            await until(
+                lambda: WORKER in gateway.status and gateway.status[WORKER].num_gateways == 2,  # noqa: B023
+                gateway,
+            )
+        second.refusal = IncompatiblePeer("another mesh")
+        client.registration.rejoin(second.incarnation)
+        await until(lambda: first.status[WORKER].num_gateways == 1, first)
+
+    await in_world(body)
+
+
+@virtual_time
 async def test_roles_home_and_seen_orders_travel_with_announcement_and_status() -> None:
     """A worker that serves both says so once, and with each status what it holds, where it is at
     home, and what of that gateway's orders it counts."""

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import count
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -63,8 +64,9 @@ class AdmissionMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.asked: list[Asked] = []
         self.nobody_since: float | None = None
-        self.prefills = [a_worker(Role.PREFILL, 1)]
-        self.decodes = [a_worker(Role.DECODE, 101)]
+        self.numbers = count(1)
+        self.prefills = [a_worker(Role.PREFILL, next(self.numbers))]
+        self.decodes = [a_worker(Role.DECODE, next(self.numbers))]
         self.is_silent = False
         self.sides = NOBODY
         self.overload = Overload(OverloadMode.EARLY)
@@ -95,25 +97,38 @@ class AdmissionMachine(RuleBasedStateMachine):
         return sum(it.terms.tenant == tenant for it in self.running)
 
     @property
+    def sums(self) -> list[int]:
+        """What ``WorkAhead`` adds up, in the order of ``SUMS``."""
+        prompts = [it for it in self.running if not it.has_begun]
+        roomless = [it.num_tokens for it in self.running if not it.has_room]
+        to_compute = sum(max(0, it.num_tokens - it.num_cached) for it in prompts)
+        num_answers = len(self.running) - len(prompts)
+        return [len(prompts), to_compute, num_answers, len(roomless), sum(roomless)]
+
+    @property
     def is_enough(self) -> bool:
-        """The rule of ``WorkAhead``, counted anew."""
+        """The rule of ``WorkAhead``, counted anew; how far it has come step by step is its own."""
         if not self.sides:
             return True
-        prompts = [it for it in self.running if not it.has_begun]
-        num_places = [it.status.max_running for it in self.sides.decodes]
-        if all(num_places) and sum(num_places) <= sum(it.has_begun for it in self.running):
+        num_prompts, to_compute, num_answers, num_roomless, roomless_tokens = self.sums
+        prefills, decodes = self.sides.prefills, self.sides.decodes
+        share = sum(1 / max(1, it.status.num_gateways) for it in prefills)
+        most = PENDING * share
+        if any(it.status.num_gateways > 1 for it in prefills):
+            left = PENDING * len(prefills) - sum(it.others_tokens for it in prefills)
+            most = max(most, min(left, self.admission._work_ahead._most_yet))
+        if num_prompts >= PROMPTS_AHEAD * share - 1e-9 and to_compute >= most - 1e-9:
             return True
-        num = len(self.sides.prefills)
-        to_compute = sum(max(0, it.num_tokens - it.num_cached) for it in prompts)
-        if len(prompts) >= PROMPTS_AHEAD * num and to_compute >= PENDING * num:
+        num_places = [it.status.max_running for it in decodes]
+        own = sum(it.status.max_running / max(1, it.status.num_gateways) for it in decodes)
+        others = sum(it.others_answers for it in decodes)
+        if all(num_places) and num_answers >= max(own - 1e-9, sum(num_places) - others):
             return True
-        roomless = [it.num_tokens for it in self.running if not it.has_room]
-        if len(roomless) < ANSWERS_AHEAD * len(self.sides.decodes):
+        share = sum(1 / max(1, it.status.num_gateways) for it in decodes)
+        if num_roomless < ANSWERS_AHEAD * share - 1e-9:
             return False
-        needed = sum(roomless) // len(roomless)
-        return all(
-            it.reserved_blocks + it.blocks_for(needed) > it.num_blocks for it in self.sides.decodes
-        )
+        needed = roomless_tokens // num_roomless
+        return all(it.reserved_blocks + it.blocks_for(needed) > it.num_blocks for it in decodes)
 
     @property
     def is_full(self) -> bool:
@@ -155,6 +170,7 @@ class AdmissionMachine(RuleBasedStateMachine):
     # --- events -----------------------------------------------------------------------------------
 
     @rule(
+        num=st.integers(1, 6),
         tenant=st.sampled_from(["", "", "other", "capped"]),
         priority=st.sampled_from([3, 3, 3, 5]),
         num_tokens=st.sampled_from([10, 300, 600]),
@@ -162,11 +178,18 @@ class AdmissionMachine(RuleBasedStateMachine):
         deadline_s=st.sampled_from([math.inf, math.inf, 0.5, 9.0]),
     )
     def ask(
-        self, tenant: str, priority: int, num_tokens: int, ttft_s: float, deadline_s: float
+        self,
+        num: int,
+        tenant: str,
+        priority: int,
+        num_tokens: int,
+        ttft_s: float,
+        deadline_s: float,
     ) -> None:
-        """A request comes, a little after all that was before."""
-        self.wait(0.001)
-        self.arrive(Terms(tenant, priority, ttft_s), num_tokens, self.now + deadline_s, b"")
+        """Some requests come, each a little after all that was before."""
+        for _ in range(num):
+            self.wait(0.001)
+            self.arrive(Terms(tenant, priority, ttft_s), num_tokens, self.now + deadline_s, b"")
 
     @precondition(lambda self: any(not it.follows for it in self.running))
     @rule(data=st.data(), num=st.integers(1, 3))
@@ -207,6 +230,19 @@ class AdmissionMachine(RuleBasedStateMachine):
         self.perform(
             self.admission.dispatched(one.key, prefill, decode, self.now, num_cached=one.num_cached)
         )
+
+    @precondition(lambda self: self.those("admitted") and self.sides)
+    @rule(num=st.integers(1, 4))
+    def serve(self, num: int) -> None:
+        """The first ones that were let in have their first tokens."""
+        for one in self.those("admitted")[:num]:
+            one.state = "sent"
+            pair = self.prefills[0], self.decodes[0]
+            self.perform(self.admission.dispatched(one.key, *pair, self.now))
+            one.has_room = True
+            self.perform(self.admission.granted(one.key, self.now))
+            one.has_begun = True
+            self.perform(self.admission.emitted(one.key, 1, self.now, cached_tokens=0))
 
     @precondition(lambda self: self.those("sent"))
     @rule(data=st.data())
@@ -249,7 +285,7 @@ class AdmissionMachine(RuleBasedStateMachine):
     def join(self, role: Role) -> None:
         """One more."""
         workers = self.prefills if role is Role.PREFILL else self.decodes
-        workers.append(a_worker(role, 1000 + len(self.asked) + 100 * len(workers)))
+        workers.append(a_worker(role, next(self.numbers)))
         self.mesh_changed()
 
     @precondition(lambda self: self.prefills + self.decodes)
@@ -271,21 +307,50 @@ class AdmissionMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.decodes)
     @rule(
         data=st.data(),
-        num_places=st.sampled_from([1, 2, 9]),
+        num_places=st.sampled_from([1, 4, 9]),
+        num_gateways=st.sampled_from([1, 3]),
         reserved=st.sampled_from([0, 60, 64]),
+        num_answers=st.sampled_from([0, 1, 9]),
     )
-    def report(self, data: st.DataObject, num_places: int, reserved: int) -> None:
+    def decode_reports(
+        self,
+        data: st.DataObject,
+        num_places: int,
+        num_gateways: int,
+        reserved: int,
+        num_answers: int,
+    ) -> None:
         """A decode worker tells what it has."""
         worker: Worker = data.draw(st.sampled_from(self.decodes))
-        # How many run at once never changes.
-        num_places = worker.status.max_running or num_places
-        worker.report(WorkerStatus(max_running=num_places, reserved_blocks=reserved), self.now)
-        self.perform(self.admission.changed(self.now))
+        status = WorkerStatus(
+            max_running=worker.status.max_running or num_places,  # that never changes
+            num_gateways=num_gateways,
+            reserved_blocks=reserved,
+            num_answers=num_answers,
+        )
+        self.report(worker, status)
+
+    @precondition(lambda self: self.prefills)
+    @rule(
+        data=st.data(),
+        num_gateways=st.sampled_from([1, 3]),
+        pending=st.sampled_from([0, 300, 900, 2000]),
+    )
+    def prefill_reports(self, data: st.DataObject, num_gateways: int, pending: int) -> None:
+        """A prefill worker tells what it has."""
+        worker: Worker = data.draw(st.sampled_from(self.prefills))
+        self.report(worker, WorkerStatus(num_gateways=num_gateways, pending_tokens=pending))
+
+    def report(self, worker: Worker, status: WorkerStatus) -> None:
+        worker.report(status, self.now)
+        self.perform(self.admission.changed(self.now, worker))
 
     # --- what always holds ------------------------------------------------------------------------
 
     @invariant()
     def nobody_waits_while_there_is_room(self) -> None:
+        kept = vars(self.admission._work_ahead)
+        assert [kept[name] for name in SUMS] == self.sums
         assert self.admission._work_ahead.is_enough == self.is_enough
         if not self.is_full:
             assert not any(self.may_run(it.terms.tenant) for it in self.those("waits"))
@@ -322,8 +387,8 @@ class AdmissionMachine(RuleBasedStateMachine):
         assert not any(kept), kept
         assert len(held._queue) == 0
         assert not +held._num_of_tenant
-        sums = vars(held._work_ahead)
-        assert [sums[name] for name in SUMS] == [0] * len(SUMS)
+        assert self.sums == [0] * len(SUMS)
+        self.nobody_waits_while_there_is_room()
 
 
 SUMS = ("_num_prompts", "_num_to_compute", "_num_answers", "_num_roomless", "_roomless_tokens")

@@ -178,6 +178,7 @@ class OverloadMesh:
     def _tell(self, worker: Worker, **load: int) -> None:
         heard = self._heard.get(worker.incarnation, StreamId(0))
         worker.report(WorkerStatus(**load, seen={Role.PREFILL: heard, Role.DECODE: heard}))
+        self._apply(self.admission.changed(self.now, worker))
 
     # --- requests ---------------------------------------------------------------------------------
 

@@ -119,6 +119,10 @@ class Worker:
     _num_prompts: int = field(init=False, default=0)
     num_answers: int = field(init=False, default=0)
     """Answers that it holds, or has been asked for."""
+    others_tokens: int = field(init=False, default=0)
+    """Prompt tokens that it had of other gateways when it reported."""
+    others_answers: int = field(init=False, default=0)
+    """Likewise: answers that it held, or had been asked for."""
     _num_unseen: int = field(init=False, default=0)
     _free_at: float | None = field(init=False, default=None)
     """None = not added up since the last change."""
@@ -242,6 +246,8 @@ class Worker:
         if now is not None:
             self.reported_at = now
         self._add_up()
+        if now is not None:
+            self._add_up_others()
 
     def ordered(
         self,
@@ -333,6 +339,21 @@ class Worker:
                 self._count(orders[stream_id], 1)
         self._is_timed = status.prompt_steps.is_known, status.answer_steps.is_known
         self._conclude()
+
+    def _add_up_others(self) -> None:
+        """What the report counts, without this gateway's orders that it has seen."""
+        self.others_tokens = self.others_answers = 0
+        if self.status.num_gateways < 2:
+            return
+        # Of either number those that it has not seen are in it.
+        self.others_answers = max(0, self.num_answers - len(self.orders[Role.DECODE]))
+        num_tokens = self.status.pending_tokens
+        for session, orders in self.orders.items():
+            seen = self.status.seen.get(session, 0)
+            for stream_id, order in orders.items():
+                if order.num_tokens and stream_id <= seen:
+                    num_tokens -= max(0, order.num_tokens - order.num_cached)
+        self.others_tokens = max(0, num_tokens)
 
     def _count(self, order: OpenOrder, times: int) -> None:
         self.pending_tokens += times * order.num_tokens

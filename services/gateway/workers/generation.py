@@ -25,6 +25,7 @@ from services.gateway.core.admission.overload import Overload, OverloadMode
 from services.gateway.core.admission.tenants import Tenants, Terms
 from services.gateway.core.index.prefixes import HashedPrompt
 from services.gateway.core.window import LastMinute
+from services.gateway.core.worker import Worker
 from services.gateway.mesh import GenerationRequest, ServedModel, Take
 from services.gateway.workers.cluster import (
     MeshWatcher,
@@ -331,9 +332,9 @@ class GatewayMesh:
             if stay.wake is not None:
                 stay.wake.set()
 
-    def _look_again(self) -> None:
+    def _look_again(self, worker: Worker | None) -> None:
         """Of workers something new is known: who waits may be next."""
-        self._apply(self._admission.changed(asyncio.get_running_loop().time()))
+        self._apply(self._admission.changed(asyncio.get_running_loop().time(), worker))
 
     def _set_timer(self) -> None:
         due_at = self._admission.next_tick_at

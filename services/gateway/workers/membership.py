@@ -64,8 +64,8 @@ class Membership:
     random_bytes: for the policy, and for lease tokens.
 
     Three things change here. A worker's load changes with every report. Who may be chosen is
-    ``usability``; of either ``on_news`` hears, at once. What workers are to be told (their standing
-    partners, a pair to make, a new home) is ``directives``.
+    ``usability``; of either ``on_news`` hears, at once (with the worker that reported). What
+    workers are to be told (their standing partners, a pair to make, a new home) is ``directives``.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Membership:
         self.sessions: dict[tuple[Incarnation, Role], WorkerSession] = {}
         self._session_tasks: dict[WorkerSession, asyncio.Task[None]] = {}
         self.usability = News()
-        self.on_news: Callable[[], None] = lambda: None
+        self.on_news: Callable[[Worker | None], None] = lambda worker: None
         self.directives = News()
         self.homes: dict[Incarnation, Home] = {}  # ordered, not confirmed yet
         self.pairs: dict[Incarnation, list[Worker]] = {}  # wanted, not told yet
@@ -155,13 +155,14 @@ class Membership:
     def update(self, incarnation: Incarnation, status: WorkerStatus) -> None:
         worker = self.table.get(incarnation)
         now = asyncio.get_running_loop().time()
-        if worker is not None and self.table.report(worker, status, now):
+        if worker is None:
+            return
+        if self.table.report(worker, status, now):
             # That it is colocated shows in its reports.
             if self.prefixes is not None and self.prefixes.joined(worker):
                 self.directives.tell()
             self._note_change()
-        else:
-            self.on_news()
+        self.on_news(worker)
 
     def told_prefixes(self, worker: Worker, changes: KvChanges) -> None:
         if self.prefixes is None:
@@ -227,7 +228,7 @@ class Membership:
     def _tell_usability(self) -> None:
         """Have everybody look again who waits for workers."""
         self.usability.tell()
-        self.on_news()
+        self.on_news(None)
 
     def _note_change(self) -> None:
         self._tell_usability()

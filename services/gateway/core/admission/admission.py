@@ -194,8 +194,10 @@ class Admission:
             effects.append(self._make_room(self._waiting[last.key]))
         return effects
 
-    def changed(self, now: float) -> Sequence[Effect]:
-        """Who can be asked has changed, or a worker has told of itself."""
+    def changed(self, now: float, worker: Worker | None = None) -> Sequence[Effect]:
+        """Who can be asked has changed, or this worker has told of itself."""
+        if worker is not None:
+            self._work_ahead.reported(worker)
         self._can_ask(now)
         return self._fill(now)
 

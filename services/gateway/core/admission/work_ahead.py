@@ -3,15 +3,22 @@ not much more, since only what waits in the gateway is still in a fair order.
 
 Their own queues are first come, first served: a prompt of a high priority, or of a tenant that asks
 for little, would stand behind everything that was sent before; and one for which decode has no room
-would keep its KV on prefill meanwhile. Pure.
+would keep its KV on prefill meanwhile.
+
+Of several gateways each may give the workers its share, whatever the others do, and more as far as
+the workers report that the others leave it: prompts a few with each report, since in a burst all of
+them see at first that the workers have nothing. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from services.gateway.core.routing.sides import Sides
+from services.gateway.core.worker import Worker
+from shared.ids import Incarnation
 
 PROMPTS_AHEAD = 4
 """So many prompts a prefill worker may always have: one that it computes, and others on their
@@ -19,6 +26,10 @@ way."""
 
 ANSWERS_AHEAD = 2
 """So many answers may wait for room on a decode worker: it is taken as soon as it comes free."""
+
+
+STEPS = 4
+"""In so many reports what a worker has ahead may rise from nothing to its bound."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,6 +44,58 @@ class Work:
     has_room: bool = False
 
 
+class _Told(NamedTuple):
+    """What a worker said of itself. share: of it that is this gateway's. num_places: answers that
+    it runs at once, 0 = unknown. tokens, answers: that it has of other gateways."""
+
+    share: float
+    num_places: int
+    tokens: int
+    answers: int
+
+
+class _Side:
+    """The workers of one side, added up: each report changes the sums by what is new in it."""
+
+    def __init__(self, workers: Iterable[Worker] = ()) -> None:
+        self._told: dict[Incarnation, _Told] = {}
+        self.share = self.own_places = 0.0
+        self.num_places = self.num_unknown = self.others_tokens = self.others_answers = 0
+        for worker in workers:
+            self._add(worker, 1)
+
+    def reported(self, worker: Worker) -> bool:
+        """A worker has told something new of itself; returns whether it is of this side."""
+        if worker.incarnation not in self._told:
+            return False
+        self._add(worker, -1)
+        self._add(worker, 1)
+        return True
+
+    @property
+    def num_workers(self) -> int:
+        """All of the side."""
+        return len(self._told)
+
+    def _add(self, worker: Worker, times: int) -> None:
+        if times > 0:
+            status = worker.status
+            told = self._told[worker.incarnation] = _Told(
+                1.0 / max(1, status.num_gateways),
+                status.max_running,
+                worker.others_tokens,
+                worker.others_answers,
+            )
+        else:
+            told = self._told[worker.incarnation]
+        self.share += times * told.share
+        self.own_places += times * told.share * told.num_places
+        self.num_places += times * told.num_places
+        self.num_unknown += times * (not told.num_places)
+        self.others_tokens += times * told.tokens
+        self.others_answers += times * told.answers
+
+
 class WorkAhead:
     """The sum of all that they have.
 
@@ -44,12 +107,19 @@ class WorkAhead:
         self._max_pending_tokens = max_pending_tokens
         self._sides = sides
         self._counted: Sides | None = None
-        self._num_places = 0
+        self._prefills, self._decodes = _Side(), _Side()
+        self._most_yet = 0
         self._num_prompts = 0
         self._num_to_compute = 0
         self._num_answers = 0
         self._num_roomless = 0
         self._roomless_tokens = 0
+
+    def reported(self, worker: Worker) -> None:
+        """A worker has told something new of itself."""
+        self._decodes.reported(worker)
+        if self._prefills.reported(worker):
+            self._most_yet = self._num_to_compute + self._max_pending_tokens // STEPS
 
     def admitted(self, work: Work) -> None:
         """A prompt goes to a worker."""
@@ -96,21 +166,31 @@ class WorkAhead:
             return True
         if not self._max_pending_tokens:
             return False
-        if sides is not self._counted or not self._num_places:  # another worker, or one has told
+        if sides is not self._counted:
             self._counted = sides
-            places = [worker.status.max_running for worker in sides.decodes]
-            self._num_places = sum(places) if all(places) else 0
-        if 0 < self._num_places <= self._num_answers:
-            return True
-        num = len(sides.prefills)
-        are_computing = (
-            self._num_prompts >= PROMPTS_AHEAD * num
-            and self._num_to_compute >= self._max_pending_tokens * num
+            self._prefills, self._decodes = _Side(sides.prefills), _Side(sides.decodes)
+        return self._are_computing or self._are_answering or self._is_room_short(sides)
+
+    @property
+    def _are_computing(self) -> bool:
+        side = self._prefills
+        most = self._max_pending_tokens * side.share
+        if side.share < side.num_workers:
+            left = self._max_pending_tokens * side.num_workers - side.others_tokens
+            most = max(most, min(left, self._most_yet))
+        return self._num_prompts >= PROMPTS_AHEAD * side.share and self._num_to_compute >= most
+
+    @property
+    def _are_answering(self) -> bool:
+        side = self._decodes
+        return (
+            not side.num_unknown
+            and self._num_answers >= side.own_places
+            and self._num_answers + side.others_answers >= side.num_places
         )
-        return are_computing or self._is_room_short(sides)
 
     def _is_room_short(self, sides: Sides) -> bool:
-        if self._num_roomless < ANSWERS_AHEAD * len(sides.decodes):
+        if self._num_roomless < ANSWERS_AHEAD * self._decodes.share:
             return False
         needed = self._roomless_tokens // self._num_roomless
         return not any(

@@ -992,6 +992,7 @@ class WorkerStatus(betterproto2.Message):
     ssd_token_s: "float" = betterproto2.field(29, betterproto2.TYPE_DOUBLE)
     batch_tokens: "int" = betterproto2.field(31, betterproto2.TYPE_UINT32)
     max_running: "int" = betterproto2.field(32, betterproto2.TYPE_UINT32)
+    num_gateways: "int" = betterproto2.field(33, betterproto2.TYPE_UINT32)
     kv: "KvChanges | None" = betterproto2.field(30, betterproto2.TYPE_MESSAGE, optional=True)
 
 default_message_pool.register_message("pdmesh.v1", "WorkerStatus", WorkerStatus)

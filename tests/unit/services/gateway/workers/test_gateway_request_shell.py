@@ -25,7 +25,7 @@ from shared.errors import WorkerLost, WouldBeLate
 from shared.ids import RequestId
 from shared.request import AnswerToken, FinishReason, SamplingParams
 from shared.schedule.plan import PromptTimes
-from tests.support.routing import NOBODY, a_worker
+from tests.support.routing import a_worker
 from tests.support.tiny_tokenizer import tiny_text_model, tiny_tokenizer
 from tests.unit.services.gateway.core.admission.test_gateway_admission import an_admission
 

@@ -13,7 +13,6 @@ from shared.errors import DeadlinePassed, InvalidRequest, Overloaded, ShuttingDo
 from shared.tenants import Asked, Tenant
 from tests.support.routing import a_worker
 
-
 PAIR = Sides([a_worker(Role.PREFILL, 1)], [1], [a_worker(Role.DECODE, 2, bit=1)])
 
 

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
-from services.gateway.core.admission.admission import AGEING_S, Admission, Admit, TurnAway
+from services.gateway.core.admission.admission import (
+    AGEING_S,
+    Admission,
+    Admit,
+    Effect,
+    TurnAway,
+)
 from services.gateway.core.admission.overload import Overload, OverloadMode
 from services.gateway.core.admission.work_ahead import PROMPTS_AHEAD
 from services.gateway.core.routing.sides import Sides
 from services.gateway.core.worker import Role, Worker, WorkerStatus
 from shared.errors import DeadlinePassed
+from shared.ids import StreamId
 from tests.unit.services.gateway.core.admission.test_gateway_admission import of, refused
 from tests.unit.services.gateway.core.routing.test_gateway_routing import a_worker
 
@@ -130,6 +138,7 @@ def test_a_decode_worker_is_given_no_more_answers_than_it_runs_at_once() -> None
         admission.arrive(key(number), 0.0, num_tokens=10)
         begin(admission, number)
     decode.report(WorkerStatus(max_running=2))
+    assert admission.changed(1.0, decode) == []
     assert admission.arrive(b"next", 1.0, num_tokens=10) == []
     assert admission.leave(key(0), 2.0) == [Admit(b"next")]
 
@@ -162,7 +171,7 @@ def test_a_wait_for_workers_ages_slowly() -> None:
     assert begin(admission, 1, AGEING_S + 2) == [Admit(b"old")]
 
 
-# --- workers that come, go and tell -----------------------------------------------------------------
+# --- workers that come, go and tell ---------------------------------------------------------------
 
 
 def test_a_worker_that_joins_is_given_work_at_once() -> None:
@@ -184,7 +193,7 @@ def test_a_report_that_there_is_room_lets_the_next_one_go() -> None:
         admission.arrive(key(number), 0.0, num_tokens=10)
     assert admission.arrive(b"next", 0.0, num_tokens=10) == []
     decode.report(WorkerStatus())
-    assert admission.changed(0.1) == [Admit(b"next")]
+    assert admission.changed(0.1, decode) == [Admit(b"next")]
 
 
 def test_a_prompt_that_turns_out_to_be_cached_makes_room_for_another() -> None:
@@ -247,3 +256,76 @@ def test_of_a_request_with_many_answers_each_hears_that_there_is_nobody() -> Non
     assert refused(admission.tick(2.3)) == (b"3", "no_pair")
     sides.append(sides[0])
     assert admission.changed(2.35) == [Admit(b"4")]
+
+
+# --- several gateways -----------------------------------------------------------------------------
+
+
+def test_of_several_gateways_each_has_its_share_and_more_only_as_reports_leave_it() -> None:
+    """Of 1,000 tokens at first a half; then a quarter more with each report, as far as the other
+    gateway leaves it; and never less than its half."""
+    prefill, decode = a_worker(Role.PREFILL, 1), a_worker(Role.DECODE, 2)
+    admission = an_admission(sides=lambda: pair)
+    pair = Sides([prefill], [1], [decode])
+
+    def reported(now: float, num_tokens: int) -> int:
+        """How many go on when the worker has so many tokens of the other gateway."""
+        prefill.report(WorkerStatus(num_gateways=2, pending_tokens=num_tokens), now)
+        admitted = admission.changed(now, prefill)
+        for it in admitted:
+            admission.dispatched(it.key, prefill, decode, now)
+            admission.granted(it.key, now)
+        return len(admitted)
+
+    assert reported(0.0, 0) == 0
+    at_once = [admission.arrive(key(number), 0.1, num_tokens=250) for number in range(9)]
+    assert [bool(it) for it in at_once] == [True] * 2 + [False] * 7
+    assert [reported(0.1, 600), reported(0.2, 600)] == [0, 0]
+    assert [reported(0.3, 250), reported(0.4, 0), reported(0.5, 0)] == [1, 1, 0]
+    assert begin(admission, 0) == [Admit(key(4))]
+    assert reported(0.6, 900) == 0
+    assert [begin(admission, number) for number in (1, 2)] == [[], []]
+    assert begin(admission, 3) == [Admit(key(5))]
+
+
+def test_of_several_gateways_each_has_its_share_of_decodes_places() -> None:
+    """Four at once, two for each: all of them where the other has none."""
+    decode = a_worker(Role.DECODE, 2)
+    admission = an_admission(decode=decode)
+
+    def reported(num_answers: int) -> list[Effect]:
+        decode.report(WorkerStatus(max_running=4, num_gateways=2, num_answers=num_answers), 0.0)
+        return list(admission.changed(0.0, decode))
+
+    def comes(number: int) -> bool:
+        is_in = admission.arrive(key(number), 0.0, num_tokens=1) == [Admit(key(number))]
+        if is_in:
+            admission.granted(key(number), 0.0)
+            begin(admission, number)
+        return is_in
+
+    reported(3)
+    assert [comes(number) for number in range(3)] == [True, True, False]
+    assert reported(2) == []
+    assert reported(1) == [Admit(key(2))]
+    assert begin(admission, 2) == []
+    assert not comes(3)
+    assert reported(0) == [Admit(key(3))]
+
+
+def test_what_others_have_at_a_worker_is_what_it_reports_without_our_own() -> None:
+    """Orders that the report has seen, less what need not be computed; where nobody shares the
+    worker, its report is all ours, however late it comes."""
+    prefill, decode = a_worker(Role.PREFILL, 1), a_worker(Role.DECODE, 2)
+    for number in (1, 2, 3):
+        prefill.ordered(
+            Role.PREFILL, StreamId(number), 100, computes=True, now=0.0, num_cached=10 * number
+        )
+        decode.ordered(Role.DECODE, StreamId(number), 100, computes=False, now=0.0)
+    prefill.computed(Role.PREFILL, StreamId(1))
+    seen = {Role.PREFILL: StreamId(2), Role.DECODE: StreamId(2)}
+    for num_gateways, tokens, answers in ((2, 420, 5), (1, 0, 0)):
+        status = WorkerStatus(num_gateways=num_gateways, pending_tokens=500, num_answers=7)
+        prefill.report(replace(status, seen=seen), 1.0)
+        decode.report(replace(status, seen=seen), 1.0)
+        assert (prefill.others_tokens, decode.others_answers) == (tokens, answers)
