@@ -4,14 +4,14 @@
 // is fast, and what it promises:
 //
 // * Weights lie in panels of 64 columns, word by word of k (a pair of bfloat16, as VDPBF16PS wants them). A tile
-//   of up to 6 tokens x 64 columns, or 10 x 32, stays in registers; a panel is read once from memory and then from L2, so
-//   a decode step moves each weight once, and prefill runs at the multipliers' speed.
+//   of up to 6 tokens x 64 columns, or 10 x 32, stays in registers; a panel is read once from memory and then
+//   from L2, so a decode step moves each weight once, and prefill runs at the multipliers' speed.
 // * Every output element is one chain of multiply-adds over k in one order, whatever the batch;
 //   attention walks key tiles of 64 at absolute positions, whatever the chunk. So results are the same
 //   bits for any batch size, chunking, number of threads and place in the batch.
-// * They are the same bits on every CPU, too, but where AMX multiplies (amx.h). VDPBF16PS multiplies pairs of bfloat16 and adds the odd product, then
-//   the even one, flushing what is too small; where a CPU lacks it, numbers are widened and the same is added in the same
-//   order (a product of two bfloat16 is exact in float32).
+// * They are the same bits on every CPU, too, but where AMX multiplies (amx.h). VDPBF16PS multiplies pairs of
+//   bfloat16 and adds the odd product, then the even one, flushing what is too small; where a CPU lacks it, numbers
+//   are widened and the same is added in the same order (a product of two bfloat16 is exact in float32).
 // * Norms, rotary embedding, SiLU and residuals happen on the way; no temporary leaves the caches.
 //
 // Bindings and docstrings: library.py. Layout of weights: `PackJob`. Nothing here keeps state or
@@ -49,7 +49,7 @@ using Operand = float;
 constexpr int kPanel = 64;      // columns of a weight panel = keys of an attention tile
 constexpr int kTile = 6;        // tokens of a register tile of 64 columns
 constexpr int kTallTile = kHas32Registers ? 10 : kTile;  // of one of 32, where few tokens wait for weights
-constexpr std::int64_t kFewRows = 64;
+constexpr std::int64_t kFewRows = 64;  // that many
 constexpr int kLine = 64 / sizeof(Num);  // numbers of a cache line
 constexpr int kLinesAWord = 4;  // lines that a word of each column of a panel fills
 constexpr int kLinesAhead = 2;  // lines of the next panel a tile asks for beside four that it reads
