@@ -422,6 +422,7 @@ class Gateway:
         )
         decision = self.router.route(request, now, self._random.random()).decision
         assert decision is not None
+        self.router.sent(decision, hashed, now)
         prefill = decision.prefill
         self._num_sent[prefill] += 1
         prompt = Prompt(ask, self, hashed, decision, StreamId(self._num_sent[prefill]))

@@ -188,13 +188,11 @@ def measure_prompts(num_side: int, *, repetitions: int, seconds: float) -> Itera
         router, live = a_router(name, num_side), Live(a_router(name, num_side))
 
         def decide(router: Router = router, prompt: HashedPrompt | None = None) -> RouteDecision:
-            request = RouteRequest(
-                num_tokens=LONG_PROMPT,
-                max_new_tokens=200,
-                prompt=prompt or HashedPrompt(column, b""),
-            )
+            prompt = prompt or HashedPrompt(column, b"")
+            request = RouteRequest(num_tokens=LONG_PROMPT, max_new_tokens=200, prompt=prompt)
             decision = router.route(request, 0.0, 0.37).decision
             assert decision is not None
+            router.sent(decision, prompt, 0.0)
             return decision
 
         def decide_live(live: Live = live, decide: Callable[..., RouteDecision] = decide) -> None:

@@ -240,9 +240,15 @@ class CoreMesh(Members):
         decision, wanted = self.router.route(answer.search.request, now, next(self._chances))
         for pair in wanted:
             self._want(pair)
-        if decision is not None:
-            answer.search = None
+        if decision is None:
+            return
+        prompt, answer.search = answer.search.request.prompt, None
+        pair = answer.dispatcher.pair(decision)
+        effects = self._admission.pair_found(answer.key, pair, now)
+        if not any(isinstance(it, TurnAway) for it in effects):
+            self.router.sent(decision, prompt, now)
             self._apply(answer, answer.dispatcher.pair_found(decision, now))
+        self._perform(effects)
 
     def _look_again(self) -> None:
         for answer in list(self._answers.values()):
@@ -290,15 +296,6 @@ class CoreMesh(Members):
                     member.core.take(TASKS[leg], order)
 
             self.clock.send(arrive)
-        has_decode = decision.decode in send.legs.values()
-        admitted = self._admission.dispatched(
-            answer.key,
-            self.members[decision.prefill].worker,
-            self.members[decision.decode].worker if has_decode else None,
-            now,
-            num_cached=decision.num_cached,
-        )
-        self._perform(admitted)
 
     def _cancel(self, answer: CoreAnswer, leg: Leg) -> None:
         sent = answer.legs[leg]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from services.gateway.core.admission.admission import Admission, Admit, Effect, TurnAway
-from services.gateway.core.admission.overload import Overload, OverloadMode
+from services.gateway.core.admission.overload import ChosenPair, Overload, OverloadMode
 from services.gateway.core.admission.tenants import Tenants, Terms
 from services.gateway.core.admission.work_ahead import ANSWERS_AHEAD, PROMPTS_AHEAD
 from services.gateway.core.routing.sides import Sides
@@ -227,9 +227,8 @@ class AdmissionMachine(RuleBasedStateMachine):
         decode = data.draw(st.sampled_from(self.decodes)) if is_apart else prefill
         one.state, one.has_room = "sent", not is_apart
         one.num_cached = one.num_tokens - 1 if is_cached else 0
-        self.perform(
-            self.admission.dispatched(one.key, prefill, decode, self.now, num_cached=one.num_cached)
-        )
+        pair = ChosenPair(prefill, decode, one.num_cached)
+        self.perform(self.admission.pair_found(one.key, pair, self.now))
 
     @precondition(lambda self: self.those("admitted") and self.sides)
     @rule(num=st.integers(1, 4))
@@ -237,8 +236,8 @@ class AdmissionMachine(RuleBasedStateMachine):
         """The first ones that were let in have their first tokens."""
         for one in self.those("admitted")[:num]:
             one.state = "sent"
-            pair = self.prefills[0], self.decodes[0]
-            self.perform(self.admission.dispatched(one.key, *pair, self.now))
+            pair = ChosenPair(self.prefills[0], self.decodes[0])
+            self.perform(self.admission.pair_found(one.key, pair, self.now))
             one.has_room = True
             self.perform(self.admission.granted(one.key, self.now))
             one.has_begun = True

@@ -2,8 +2,8 @@
 
 A prefill worker computes prompts one after the other at so many tokens a second; a decode worker's
 step takes ``base_s`` and ``answer_s`` more for each of its answers, and each answer gets a token a
-step. Admission, queue and overload are the gateway's own; so is a worker's load as it is known: the
-report, up to ``report_s`` old, and the orders that it has not seen.
+step. Admission, queue, overload and routing policy are the gateway's own; so is a worker's load as
+it is known: the report, up to ``report_s`` old, and the orders that it has not seen.
 """
 
 from __future__ import annotations
@@ -17,11 +17,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.gateway.core.admission.admission import Admission, Admit, Effect, TurnAway
-from services.gateway.core.admission.overload import Overload, OverloadMode, ReportedSpeeds
+from services.gateway.core.admission.overload import (
+    ChosenPair,
+    Overload,
+    OverloadMode,
+    ReportedSpeeds,
+)
 from services.gateway.core.admission.tenants import Tenants, Terms
-from services.gateway.core.routing.sides import Sides
+from services.gateway.core.routing.peer_table import PeerTable
+from services.gateway.core.routing.routing import POLICIES, route
+from services.gateway.core.routing.sides import RouteRequest
 from services.gateway.core.worker import Role, Worker, WorkerStatus
-from shared.ids import StreamId
+from shared.ids import Incarnation, StreamId
+from shared.predict.step_time import StepFit
 from tests.support.routing import a_worker
 
 
@@ -81,6 +89,7 @@ class Prefill:
     waiting: deque[bytes] = field(default_factory=deque[bytes])
     running: bytes | None = None
     num_tokens: int = 0
+    until: float = 0.0
 
 
 @dataclass
@@ -101,6 +110,7 @@ class OverloadMesh:
         self,
         mode: str,
         *,
+        policy: str = "conductor",
         speed: Speed | None = None,
         num_prefill: int = 4,
         num_decode: int = 4,
@@ -115,6 +125,8 @@ class OverloadMesh:
         self.speed = speed or Speed()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
+        self._policy, self._chance = POLICIES[policy](), random.Random(7)
+        self._table = PeerTable()
         self._prefills = [
             Prefill(a_worker(Role.PREFILL, 1 + idx, num_blocks=1 << 20))
             for idx in range(num_prefill)
@@ -123,14 +135,12 @@ class OverloadMesh:
             Decode(a_worker(Role.DECODE, 101 + idx, num_blocks=1 << 20))
             for idx in range(num_decode)
         ]
-        for idx, decode in enumerate(self._decodes):
-            decode.worker.bit = 1 << idx
-        everybody = (1 << num_decode) - 1
-        self._sides = Sides(
-            [it.worker for it in self._prefills],
-            [everybody] * num_prefill,
-            [it.worker for it in self._decodes],
+        self._partners: dict[Incarnation, frozenset[Incarnation]] = dict.fromkeys(
+            [it.worker.incarnation for it in self._prefills],
+            frozenset(it.worker.incarnation for it in self._decodes),
         )
+        for it in (*self._prefills, *self._decodes):
+            self._table.join(it.worker)
         self._report_s = report_s
         self._stream_ids = itertools.count(1)
         self._heard: dict[int, StreamId] = {}
@@ -140,14 +150,15 @@ class OverloadMesh:
             max_running=max_running,
             max_waiting=max_waiting,
             max_wait_s=max_wait_s,
-            overload=Overload(OverloadMode(mode), self.speed),
-            sides=lambda: self._sides,
+            overload=Overload(OverloadMode(mode)),
+            sides=lambda: self._table.sides,
             tenants=tenants,
             max_pending_tokens=max_pending_tokens,
         )
 
     def run(self, load: list[Ask]) -> list[Outcome]:
         """Let all of it come, and end."""
+        self._tell_all()
         for number, ask in enumerate(load):
             key = number.to_bytes(8, "big")
             self._at(ask.at, lambda key=key, ask=ask: self._arrive(key, ask))
@@ -166,18 +177,40 @@ class OverloadMesh:
         heapq.heappush(self._events, (at, next(self._order), event))
 
     def _report(self, until: float) -> None:
-        for prefill in self._prefills:
-            waiting = sum(self.outcomes[key].ask.num_tokens for key in prefill.waiting)
-            self._tell(prefill.worker, pending_tokens=waiting + prefill.num_tokens)
-        for decode in self._decodes:
-            num_answers = len(decode.worker.orders[Role.DECODE])
-            self._tell(decode.worker, num_running=len(decode.ends), num_answers=num_answers)
+        self._tell_all()
         if self._events and self.now < until:
             self._at(self.now + self._report_s, lambda: self._report(until))
 
-    def _tell(self, worker: Worker, **load: int) -> None:
+    def _tell_all(self) -> None:
+        speed = self.speed
+        for prefill in self._prefills:
+            waiting = sum(self.outcomes[key].ask.num_tokens for key in prefill.waiting)
+            self._tell(
+                prefill.worker,
+                pending_tokens=waiting + prefill.num_tokens,
+                num_waiting=len(prefill.waiting),
+                num_running=int(prefill.running is not None),
+                queue_s=waiting / speed.prompt_tokens_per_s + max(0.0, prefill.until - self.now),
+                prompt_steps=StepFit(0.0, 1.0 / speed.prompt_tokens_per_s, num_steps=50),
+            )
+        for decode in self._decodes:
+            orders = decode.worker.orders[Role.DECODE].values()
+            self._tell(
+                decode.worker,
+                num_running=len(decode.ends),
+                num_answers=len(orders),
+                reserved_blocks=sum(order.num_blocks for order in orders),
+                answer_steps=StepFit(speed.base_s, speed.answer_s, num_steps=50),
+            )
+
+    def _tell(self, worker: Worker, **load: Any) -> None:
         heard = self._heard.get(worker.incarnation, StreamId(0))
-        worker.report(WorkerStatus(**load, seen={Role.PREFILL: heard, Role.DECODE: heard}))
+        status = WorkerStatus(
+            **load,
+            paired=self._partners.get(worker.incarnation, frozenset()),
+            seen={Role.PREFILL: heard, Role.DECODE: heard},
+        )
+        self._table.report(worker, status, self.now)
         self._apply(self.admission.changed(self.now, worker))
 
     # --- requests ---------------------------------------------------------------------------------
@@ -203,17 +236,30 @@ class OverloadMesh:
         self._apply(self.admission.leave(key, self.now))
 
     def _dispatch(self, key: bytes) -> None:
-        prefill = min(self._prefills, key=lambda it: it.worker.pending_tokens)
-        decode = min(self._decodes, key=lambda it: it.worker.num_answers)
         ask, stream_id = self.outcomes[key].ask, StreamId(next(self._stream_ids))
-        prefill.worker.sent(Role.PREFILL, stream_id, num_tokens=ask.num_tokens, num_blocks=0)
-        decode.worker.sent(Role.DECODE, stream_id, num_tokens=0, num_blocks=0)
+        request = RouteRequest(
+            ask.num_tokens,
+            ask.num_output,
+            affinity=self._chance.getrandbits(64),
+            now=self.now,
+        )
+        decision = route(self._policy, request, self._table.sides, self._chance.random())
+        assert decision is not None
+        prefill, decode = self._prefills[decision.places[0]], self._decodes[decision.places[1]]
+        pair = ChosenPair(prefill.worker, decode.worker)
+        effects = self.admission.pair_found(key, pair, self.now)
+        if any(isinstance(it, TurnAway) for it in effects):
+            self._apply(effects)
+            return
+        for worker, role in ((prefill.worker, Role.PREFILL), (decode.worker, Role.DECODE)):
+            computes = role is Role.PREFILL
+            worker.ordered(role, stream_id, ask.num_tokens, computes=computes, now=self.now)
         self._pairs[key] = prefill, decode, stream_id
-        self.admission.dispatched(key, prefill.worker, decode.worker, self.now)
         self._heard[prefill.worker.incarnation] = stream_id
         self._heard[decode.worker.incarnation] = stream_id
         prefill.waiting.append(key)
         self._next_prompt(prefill)
+        self._apply(effects)
 
     def _next_prompt(self, prefill: Prefill) -> None:
         if prefill.running is not None or not prefill.waiting:
@@ -221,7 +267,8 @@ class OverloadMesh:
         key = prefill.running = prefill.waiting.popleft()
         prefill.num_tokens = self.outcomes[key].ask.num_tokens
         seconds = self.speed.prompt_s(prefill.worker, prefill.num_tokens)
-        self._at(self.now + seconds, lambda: self._computed(prefill, key, seconds))
+        prefill.until = self.now + seconds
+        self._at(prefill.until, lambda: self._computed(prefill, key, seconds))
 
     def _computed(self, prefill: Prefill, key: bytes, seconds: float) -> None:
         prefill.running, prefill.num_tokens = None, 0

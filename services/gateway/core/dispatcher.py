@@ -17,6 +17,7 @@ import math
 from typing import NamedTuple
 
 from services.gateway.core import lifecycle
+from services.gateway.core.admission.overload import ChosenPair
 from services.gateway.core.index.prefixes import HashedPrompt
 from services.gateway.core.lifecycle import Leg, Lifecycle, Reroute
 from services.gateway.core.routing.routing import RouteDecision
@@ -135,8 +136,17 @@ class Dispatcher:
             return [*effects, *self._life.fail(failure.error)]
         return effects + self._look(min(self._blocks_by, now + self._pair_wait_s))
 
+    def pair(self, decision: RouteDecision) -> ChosenPair:
+        """Return whom it would be sent to, for admission to judge."""
+        prefill, decode = decision.workers
+        has_decode = decision.is_colocated or self._life.needs_decode
+        return ChosenPair(
+            prefill, decode if has_decode else None, decision.num_cached, decision.prefix_s
+        )
+
     def pair_found(self, decision: RouteDecision, now: float) -> list[Effect]:
-        """Routing has named a pair. Nothing comes of it if the request is over."""
+        """Routing has named a pair, and admission does not mind. Nothing comes of it if the request
+        is over."""
         if self._search is None:
             return []
         self._search = None

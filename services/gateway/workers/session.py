@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.gateway.core.admission.admission import Admission
+from services.gateway.core.admission.admission import Admission, TurnAway
 from services.gateway.core.admission.admission import Effect as AdmissionEffect
 from services.gateway.core.dispatcher import (
     BlamePair,
@@ -26,6 +26,7 @@ from services.gateway.core.dispatcher import (
 )
 from services.gateway.core.index.prefixes import HashedPrompt
 from services.gateway.core.lifecycle import CancelLeg, End, Leg, Lifecycle, Reroute
+from services.gateway.core.routing.routing import RouteDecision
 from services.gateway.core.worker import Role
 from services.gateway.mesh import GenerationRequest, Take
 from services.gateway.workers.delivery import Delivery
@@ -210,7 +211,9 @@ class RequestShell:
     def is_refused_now(self) -> bool:
         """Ask admission once more, now that the prompt is computed; whether that was the end."""
         now = asyncio.get_running_loop().time()
-        refusals = self._admission.prompt_computed(self._request.request_id, now)
+        return self._is_turned_away(self._admission.prompt_computed(self._request.request_id, now))
+
+    def _is_turned_away(self, refusals: list[TurnAway]) -> bool:
         for refusal in refusals:
             self.fail(refusal.error)
         return bool(refusals)
@@ -227,19 +230,28 @@ class RequestShell:
 
     async def _find_pair(self) -> bool:
         """Look for a pair, as long as it is wanted, and send to it; False: the request ended."""
-        loop = asyncio.get_running_loop()
         while (search := self._search) is not None:
             changed = self._membership.usability.next
             decision = self._membership.route(search.request)
             if decision is not None:
-                self.apply(self._dispatcher.pair_found(decision, loop.time()))
-                return True
+                return self._take_pair(decision, search)
             try:
                 async with asyncio.timeout_at(search.until):
                     await changed.wait()
             except TimeoutError:
                 self.apply(self._dispatcher.wait_over(self._membership.table.why_not_ready()))
         return False
+
+    def _take_pair(self, decision: RouteDecision, search: LookForPair) -> bool:
+        """Send to it, unless that would be late; False: the request ended."""
+        now, pair = asyncio.get_running_loop().time(), self._dispatcher.pair(decision)
+        effects = self._admission.pair_found(self._request.request_id, pair, now)
+        if self._is_turned_away([it for it in effects if isinstance(it, TurnAway)]):
+            return False
+        self._membership.router.sent(decision, search.request.prompt, now)
+        self.apply(self._dispatcher.pair_found(decision, now))
+        self._admit(effects)
+        return True
 
     def _send(self, send: Send) -> None:
         self._search = None
@@ -279,16 +291,6 @@ class RequestShell:
                     prefix=prefix if kind is Leg.WHOLE else None,
                 )
             leg.stream_id = session.send(leg, message, num_cached=num_cached)
-        # The legs stand in order, prefill first; of a whole one both ends are the same worker.
-        workers = [leg.session.worker for leg in self._legs.values()]
-        admitted = self._admission.dispatched(
-            self._request.request_id,
-            workers[0],
-            workers[-1] if decision.decode in legs.values() else None,
-            asyncio.get_running_loop().time(),
-            num_cached=num_cached,
-        )
-        self._admit(admitted)
 
     # --- effects --------------------------------------------------------------------------------
 

@@ -25,7 +25,15 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from services.gateway.core.admission.fair_queue import FairQueue, QueuedRequest
-from services.gateway.core.admission.overload import Cached, Forecast, Overload, OverloadMode, late
+from services.gateway.core.admission.overload import (
+    Asking,
+    Cached,
+    ChosenPair,
+    Forecast,
+    Overload,
+    OverloadMode,
+    late,
+)
 from services.gateway.core.admission.tenants import Tenants, Terms
 from services.gateway.core.admission.work_ahead import Work, WorkAhead
 from services.gateway.core.dispatcher import no_pair
@@ -172,15 +180,15 @@ class Admission:
             return [self._refused(request, error)]
         self._can_ask(now)
         has_place = not (self._queue or self._is_full) and self._may_run(terms.tenant)
-        queue_s = 0.0
-        if terms.has_limit and not has_place:
-            queue_s = self._queue.num_ahead(terms, now, self._may_run) * self._gap_s
-        would_be_late = self._would_be_late(request, now, queue_s=queue_s)
-        if would_be_late is not None:
-            return [self._refused(request, would_be_late)]
-        if has_place:
+        if has_place:  # it is judged as soon as its pair is known
             self._queue.pass_by(terms.tenant)
             return [self._admit(request)]
+        if request.may_be_refused and terms.has_limit:
+            queue_s = self._queue.num_ahead(terms, now, self._may_run) * self._gap_s
+            asking = self._asking(request, now + queue_s)
+            error = self._overload.late_anywhere(asking, self._sides(), now, cached)
+            if error is not None:
+                return [self._refused(request, error)]
         self._wait(request, now)
         # If only tenants at their own limit are in the queue, one of another tenant runs at once.
         effects = self._fill(now)
@@ -201,21 +209,20 @@ class Admission:
         self._can_ask(now)
         return self._fill(now)
 
-    def dispatched(
-        self, key: bytes, prefill: Worker, decode: Worker | None, now: float, *, num_cached: int = 0
-    ) -> Sequence[Effect]:
-        """An attempt of a request that runs was sent to this pair, or, if it is to have one token
-        only, to a prefill worker alone (decode is None); see ``Overload``."""
+    def pair_found(self, key: bytes, pair: ChosenPair, now: float) -> Sequence[Effect]:
+        """Routing has named a pair for an attempt of a request that runs: it is sent there now, and
+        then others are let in; or it would be late, and is turned away alone."""
         request = self._running.get(key)
         if request is None:
             return ()
-        request.was_sent, request.decode = True, decode
-        is_apart = decode is not None and decode is not prefill
-        self._work_ahead.sent(request, num_cached=num_cached, is_apart=is_apart)
-        # Overload counts answers on decode: one without it takes no place there.
-        if decode is not None:
-            num_tokens = request.num_tokens
-            self._overload.dispatched(key, prefill, decode, num_tokens, now, num_cached=num_cached)
+        if request.may_be_refused:
+            error = self._overload.late_at(self._asking(request, now), pair, now)
+            if error is not None:
+                return [self._refused(request, error)]
+        request.was_sent, request.decode = True, pair.decode
+        is_apart = pair.decode is not None and pair.decode is not pair.prefill
+        self._work_ahead.sent(request, num_cached=pair.num_cached, is_apart=is_apart)
+        self._overload.dispatched(key, pair, request.num_tokens, now)
         return self._fill(now)  # what a cache has is not computed
 
     def granted(self, key: bytes, now: float) -> Sequence[Effect]:
@@ -390,24 +397,12 @@ class Admission:
             self._gap_s += _NEW_GAP_SHARE * (now - self._left_at - self._gap_s)
             self._left_at = now
             self._next_answer(request, now)
-            would_be_late = self._would_be_late(request, now, queue_s=0.0)
-            if would_be_late is None:
-                effects.append(self._admit(request))
-            else:
-                effects.append(self._refused(request, would_be_late))
+            effects.append(self._admit(request))
         return effects
 
-    def _would_be_late(self, request: _Request, now: float, *, queue_s: float) -> MeshError | None:
-        if not request.may_be_refused:
-            return None
-        return self._overload.refusal(
-            request.terms,
-            request.num_tokens,
-            self._sides(),
-            now,
-            waited_s=now - request.arrived_at + queue_s,
-            cached=request.cached,
-        )
+    @staticmethod
+    def _asking(request: _Request, sent_at: float) -> Asking:
+        return Asking(request.terms, request.num_tokens, sent_at - request.arrived_at)
 
     def _waited_too_long(self, request: _Request, now: float) -> MeshError | None:
         """Return why it waits no more. Who waits for nothing but the workers, which have enough,

@@ -3,9 +3,13 @@
 
 The load of a stage is what it would take over what it may: time to the first token for prefill,
 time between tokens for decode, each over the request's own limit. A request is refused where one
-of them is above 1, at the pair that would serve it soonest.
+of them is above 1.
 
-| mode | at arrival | when its prompt is computed |
+It is judged when it is about to be sent, by the pair that the routing policy has chosen: whatever a
+policy compares, what is predicted and what happens mean the same workers. One that has to wait
+first is judged as it arrives, too, by the pair that suits it best: if that is too late, all are.
+
+| mode | before its prompt is computed | and afterwards |
 |---|---|---|
 | off | | |
 | stage | prefill | decode: what is refused here was computed for nothing |
@@ -23,7 +27,7 @@ has a token. Pure: ``now`` is an argument, seconds come from ``ReportedSpeeds``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -82,6 +86,26 @@ class ReportedSpeeds:
         return worker.status.answer_steps.seconds(num_answers, round(num_answers * context))
 
 
+class Asking(NamedTuple):
+    """A prompt that is to be computed in time. waited_s: what of its time is gone, and what it will
+    wait before it is sent."""
+
+    terms: Terms
+    num_tokens: int
+    waited_s: float
+
+
+class ChosenPair(NamedTuple):
+    """The workers that a prompt is to go to. decode: None = it gets one token only. num_cached: of
+    the prompt need not be computed. prefix_s: what a prefix that is fetched or loaded takes longer
+    than the queue."""
+
+    prefill: Worker
+    decode: Worker | None
+    num_cached: int = 0
+    prefix_s: float = 0.0
+
+
 class Forecast(NamedTuple):
     """What a request would see, in seconds. alone: with its workers to itself. retry: when the
     limit between tokens could be kept, if ever."""
@@ -115,26 +139,15 @@ class Overload:
 
     # --- events ---------------------------------------------------------------------------------
 
-    def dispatched(
-        self,
-        key: Hashable,
-        prefill: Worker,
-        decode: Worker,
-        num_tokens: int,
-        now: float,
-        *,
-        num_cached: int = 0,
-    ) -> None:
-        """An attempt was sent to a pair. num_cached: of its prompt need not be computed."""
-        if self.mode is OverloadMode.OFF:
-            return
+    def dispatched(self, key: Hashable, pair: ChosenPair, num_tokens: int, now: float) -> None:
+        """An attempt goes to a pair; told before its order counts there."""
+        if self.mode is OverloadMode.OFF or pair.decode is None:
+            return  # answers on decode are counted: one without it takes no place there
         self._forget(key)
-        expected_s = self._speeds.queue_s(prefill, now) + self._speeds.prompt_s(
-            prefill, num_tokens, num_cached
-        )
-        answer = _AnswerInHand(decode.incarnation, now + expected_s)
+        first_token_at = now + sum(self._until_computed(pair, num_tokens, now))
+        answer = _AnswerInHand(pair.decode.incarnation, first_token_at)
         self._answers[key] = answer
-        self._on.setdefault(decode.incarnation, {})[key] = answer
+        self._on.setdefault(pair.decode.incarnation, {})[key] = answer
 
     def began(self, key: Hashable, now: float) -> None:
         """Its first token is out."""
@@ -162,26 +175,19 @@ class Overload:
 
     # --- questions ------------------------------------------------------------------------------
 
-    def refusal(
-        self,
-        terms: Terms,
-        num_tokens: int,
-        sides: Sides,
-        now: float,
-        *,
-        waited_s: float,
-        cached: Cached = lambda now: NO_HITS,
+    def late_anywhere(
+        self, asking: Asking, sides: Sides, now: float, cached: Cached = lambda now: NO_HITS
     ) -> WouldBeLate | None:
-        """Return why a prompt is not worth computing now, or None. waited_s: what of its time is
-        gone, and what it will wait before it is sent."""
-        if self.mode is OverloadMode.OFF or not terms.has_limit or not sides:
+        """Return why a prompt would be late even at the pair that suits it best, or None."""
+        if self.mode is OverloadMode.OFF or not asking.terms.has_limit or not sides:
             return None
-        forecast = self.forecast(
-            num_tokens, sides, now, waited_s=waited_s, tpot_s=terms.tpot_s, cached=cached(now)
-        )
-        if self.mode is OverloadMode.STAGE:
-            forecast = forecast._replace(tbt_s=0.0)
-        return late(terms, forecast)
+        return self.late_at(asking, self._best_pair(asking, sides, now, cached(now)), now)
+
+    def late_at(self, asking: Asking, pair: ChosenPair, now: float) -> WouldBeLate | None:
+        """Return why a prompt is not worth computing at this pair, or None."""
+        if self.mode is OverloadMode.OFF or not asking.terms.has_limit:
+            return None
+        return late(asking.terms, self.forecast(asking, pair, now))
 
     def refusal_at_decode(self, terms: Terms, decode: Worker, now: float) -> WouldBeLate | None:
         """Return why an answer whose prompt is computed is not worth beginning, or None."""
@@ -194,37 +200,58 @@ class Overload:
         retry_s = self._retry_s(decode, num_answers, terms.tpot_s, now)
         return late(terms, Forecast(0.0, tbt_s, 0.0, self._speeds.step_s(decode, 1), retry_s))
 
-    def forecast(
-        self,
-        num_tokens: int,
-        sides: Sides,
-        now: float,
-        *,
-        waited_s: float,
-        tpot_s: float = math.inf,
-        cached: Mapping[int, Hit] = NO_HITS,
-    ) -> Forecast:
-        """Return what a prompt that is sent now would see at the pair that serves it soonest, of
-        workers that can be predicted; zeros, if none can."""
-        speeds = self._speeds
-        ttfts_s: list[float] = []
-        for worker in sides.prefills:
-            num_cached = cached.get(worker.place, NOTHING).tokens
-            prompt_s = speeds.prompt_s(worker, num_tokens, num_cached)
-            ttfts_s.append(prompt_s and speeds.queue_s(worker, now) + prompt_s)
-        best_s, place = _least_known(ttfts_s)
-        alone_s = best_s - speeds.queue_s(sides.prefills[place], now)
-        partners = [sides.decodes[idx] for idx in sides.partners_of(place)]
-        is_early = self.mode is not OverloadMode.PREDICTED
-        nums = [it.num_answers if is_early else self._num_in(it, now, best_s) for it in partners]
-        tbt_s, at = _least_known(
-            [speeds.step_s(it, num + 1) for it, num in zip(partners, nums, strict=True)]
+    def forecast(self, asking: Asking, pair: ChosenPair, now: float) -> Forecast:
+        """Return what a prompt that is sent there now would see; zeros of who cannot be
+        predicted."""
+        queue_s, alone_s = self._until_computed(pair, asking.num_tokens, now)
+        forecast = Forecast(asking.waited_s + queue_s + alone_s, 0.0, alone_s)
+        decode = pair.decode
+        if decode is None or self.mode is OverloadMode.STAGE:
+            return forecast
+        num_answers = self._num_then(decode, now, queue_s + alone_s)
+        tbt_s, tpot_s = self._speeds.step_s(decode, num_answers + 1), asking.terms.tpot_s
+        retry_s = self._retry_s(decode, num_answers, tpot_s, now) if tbt_s > tpot_s else 0.0
+        return forecast._replace(
+            tbt_s=tbt_s, tbt_alone_s=self._speeds.step_s(decode, 1), tbt_retry_s=retry_s
         )
-        chosen, num_answers = partners[at], nums[at]
-        retry_s = 0.0
-        if tbt_s > tpot_s:
-            retry_s = self._retry_s(chosen, num_answers, tpot_s, now)
-        return Forecast(waited_s + best_s, tbt_s, alone_s, speeds.step_s(chosen, 1), retry_s)
+
+    def _until_computed(self, pair: ChosenPair, num_tokens: int, now: float) -> tuple[float, float]:
+        """Return how long a prompt waits there, and how long it takes then; zeros = not known."""
+        alone_s = self._speeds.prompt_s(pair.prefill, num_tokens, pair.num_cached)
+        if not alone_s:
+            return 0.0, 0.0
+        return self._speeds.queue_s(pair.prefill, now) + pair.prefix_s, alone_s
+
+    def _best_pair(
+        self, asking: Asking, sides: Sides, now: float, cached: Mapping[int, Hit]
+    ) -> ChosenPair:
+        """Return the soonest prefill worker of those that reach a decode worker which keeps the
+        limit between tokens, if there are such, and its best partner. Who cannot be predicted is
+        taken only where nobody can."""
+        pairs = [
+            ChosenPair(worker, None, cached.get(worker.place, NOTHING).tokens)
+            for worker in sides.prefills
+        ]
+        ttfts_s = [sum(self._until_computed(it, asking.num_tokens, now)) for it in pairs]
+        soonest_s = ttfts_s[_least_known(ttfts_s, range(len(pairs)))]
+        tbts_s = [
+            self._speeds.step_s(it, self._num_then(it, now, soonest_s) + 1) for it in sides.decodes
+        ]
+        keeping = sum(
+            worker.bit
+            for worker, tbt_s in zip(sides.decodes, tbts_s, strict=True)
+            if 0.0 < tbt_s <= asking.terms.tpot_s
+        )
+        reaching = [idx for idx, mask in enumerate(sides.partners) if mask & keeping]
+        prefill = _least_known(ttfts_s, reaching or range(len(pairs)))
+        decode = _least_known(tbts_s, sides.partners_of(prefill))
+        return pairs[prefill]._replace(decode=sides.decodes[decode])
+
+    def _num_then(self, decode: Worker, now: float, in_s: float) -> int:
+        """Return how many answers count there for a prompt that is computed so much later."""
+        if self.mode is OverloadMode.PREDICTED:
+            return self._num_in(decode, now, in_s)
+        return decode.num_answers
 
     def _num_running(self, decode: Worker) -> int:
         own = self._on.get(decode.incarnation, {}).values()
@@ -261,10 +288,9 @@ class Overload:
         return max(0.0, ends[num_over - 1] - now)
 
 
-def _least_known(seconds: Sequence[float]) -> tuple[float, int]:
-    """Return the least and its place; 0 = not known, and taken only where nothing is."""
-    place = min(range(len(seconds)), key=lambda it: seconds[it] or math.inf)
-    return seconds[place], place
+def _least_known(seconds: Sequence[float], places: Iterable[int]) -> int:
+    """Return that place of the least; 0 = not known, and taken only where nothing is."""
+    return min(places, key=lambda it: seconds[it] or math.inf)
 
 
 def late(terms: Terms, forecast: Forecast) -> WouldBeLate | None:

@@ -154,17 +154,9 @@ class Prefixes:
 
     # --- one prompt ------------------------------------------------------------------------------
 
-    def cached(self, prompt: HashedPrompt, now: float) -> Holdings | None:
+    def found(self, prompt: HashedPrompt, now: float) -> Holdings | None:
         """Return what each worker has of a prompt. None = nobody looks: one worker is no choice,
         and of a prompt shorter than a granule no worker tells."""
-        found = self.found(prompt, now)
-        if found is not None:
-            finest = min(self._strides)
-            self._hot.asked(self._keys(prompt, finest).tolist(), finest, now)
-        return found
-
-    def found(self, prompt: HashedPrompt, now: float) -> Holdings | None:
-        """The same for who only asks: it is no prompt more."""
         index = self.index
         if index is None or len(self._workers) < 2 or not prompt.has(min(self._strides)):
             return None
@@ -185,11 +177,15 @@ class Prefixes:
             }
         )
 
-    def chosen(self, prompt: HashedPrompt, worker: Worker, num_cached: int, due: float) -> None:
-        """A decision sends the prompt there, where it will be computed by then."""
-        if self.index is None or worker.incarnation not in self._workers:
+    def sent(
+        self, prompt: HashedPrompt, worker: Worker, num_cached: int, due: float, now: float
+    ) -> None:
+        """The prompt goes to this worker, which has so many tokens of it, and the rest by then."""
+        if self.index is None or len(self._workers) < 2:
             return
-        if prompt.has(stride := self._stride(worker)):
+        if prompt.has(finest := min(self._strides)):
+            self._hot.asked(self._keys(prompt, finest).tolist(), finest, now)
+        if worker.incarnation in self._workers and prompt.has(stride := self._stride(worker)):
             keys = self._keys(prompt, stride)
             self.index.expect(worker.place, keys, num_cached // stride, due)
 

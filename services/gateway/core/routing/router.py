@@ -73,7 +73,7 @@ class Router:
         random: see ``RoutingPolicy``."""
         policy, prompt, offers = self.policy, request.prompt, None
         if prompt is not None:
-            found = None if self.prefixes is None else self.prefixes.cached(prompt, now)
+            found = None if self.prefixes is None else self.prefixes.found(prompt, now)
             if policy.fetches and found:
                 offers = OffersOf(self._table.at, found, self.expectations.fetches) or None
             request = request._replace(
@@ -92,8 +92,7 @@ class Router:
             decision = route(policy, request, self._table.sides, random)
         if decision is None:
             return Routed(None, pairs)
-        prefill = decision.sides.prefills[decision.places[0]]
-        decode = decision.sides.decodes[decision.places[1]]
+        prefill, decode = decision.workers
         if offers is not None and (source := offers.missing(prefill)) is not None:
             pairs.append(PairWanted(prefill.incarnation, source.incarnation))
         hit, terms = request.cached.get(prefill.place, NOTHING), decision.terms
@@ -106,10 +105,16 @@ class Router:
             fetch_s=0.0 if terms is None else terms.fetch,
             load_s=0.0 if terms is None else terms.load,
         )
-        if self.prefixes is not None and prompt is not None:
-            due = now if prediction is None else now + prediction.ttft_s
-            self.prefixes.chosen(prompt, prefill, hit.tokens, due)
         return Routed(decision._replace(prediction=prediction), pairs)
+
+    def sent(self, decision: RouteDecision, prompt: HashedPrompt | None, now: float) -> None:
+        """The prompt goes where the decision says: not all that is routed is not late."""
+        if self.prefixes is None or prompt is None:
+            return
+        prefill, _ = decision.workers
+        hit = decision.seen.request.cached.get(prefill.place, NOTHING)
+        due = now if decision.prediction is None else now + decision.prediction.ttft_s
+        self.prefixes.sent(prompt, prefill, hit.tokens, due, now)
 
     def learn(self, came: EndedAnswer, now: float) -> bool | None:
         """Hold what was expected of an answer against what came of it. Returns whether the prompt's

@@ -104,6 +104,18 @@ class RouteDecision(NamedTuple):
             return None
         return Fetch(it.source, it.cached_tokens, it.fetch)
 
+    @property
+    def prefix_s(self) -> float:
+        """What a prefix that is fetched or loaded is expected to take longer than the queue."""
+        it = self.prediction
+        return 0.0 if it is None else it.fetch_s + it.load_s
+
+    @property
+    def workers(self) -> tuple[Worker, Worker]:
+        """The two, as they are now."""
+        prefill, decode = self.places
+        return self.sides.prefills[prefill], self.sides.decodes[decode]
+
     def fetch_order(self, num_tokens: int) -> PrefixAt | None:
         """Return what the prompt's worker is to be told to fetch. num_tokens: of the prompt.
 

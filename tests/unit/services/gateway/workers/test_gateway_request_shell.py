@@ -11,7 +11,12 @@ from typing import Any, cast
 import pytest
 
 from services.gateway.core.admission.admission import Admission, Admit
-from services.gateway.core.admission.overload import Overload, OverloadMode, ReportedSpeeds
+from services.gateway.core.admission.overload import (
+    ChosenPair,
+    Overload,
+    OverloadMode,
+    ReportedSpeeds,
+)
 from services.gateway.core.admission.tenants import Terms
 from services.gateway.core.lifecycle import Leg
 from services.gateway.core.routing.sides import Sides
@@ -197,7 +202,7 @@ async def test_who_is_refused_early_is_asked_about_again_whoever_says_so_and_whe
     )
     shell = a_shell(lambda tokens: True, admission)
     assert admission.arrive(key, 0.0, terms=Terms(tpot_s=0.1)) == [Admit(key)]
-    admission.dispatched(key, worker, worker, 0.0)
+    admission.pair_found(key, ChosenPair(worker, worker), 0.0)
     leg = shell._legs[Leg.WHOLE] = LegShell(shell, 0, Leg.WHOLE, cast("Any", session))
     overload.mode = OverloadMode.EARLY
     leg.first_token(AnswerToken(0, 5, FinishReason.NONE), PromptTimes(0.0, 0.0, 0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.gateway.core.admission.admission import Admission, Admit, Effect, TurnAway
-from services.gateway.core.admission.overload import Overload, OverloadMode
+from services.gateway.core.admission.overload import ChosenPair, Overload, OverloadMode
 from services.gateway.core.admission.tenants import Tenants, Terms
 from services.gateway.core.routing.sides import Sides
 from services.gateway.core.worker import Role
@@ -230,7 +230,7 @@ def test_a_prompt_that_was_sent_to_prefill_alone_was_given_though_its_client_lea
     """Who asks for one token and hangs up before it comes has had the work all the same."""
     admission, worker = an_admission(), a_worker(Role.PREFILL, 1)
     admission.arrive(b"1", 0.0, terms=of("hasty"), num_tokens=1000)
-    admission.dispatched(b"1", worker, None, 0.0)
+    admission.pair_found(b"1", ChosenPair(worker, None), 0.0)
     admission.leave(b"1", 0.1)
     assert admission._queue.counter("hasty") == 1000.0
 

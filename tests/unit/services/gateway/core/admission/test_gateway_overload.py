@@ -8,7 +8,13 @@ from dataclasses import replace
 import pytest
 
 from services.gateway.core.admission.admission import Admission, Admit, Effect
-from services.gateway.core.admission.overload import Overload, OverloadMode, ReportedSpeeds
+from services.gateway.core.admission.overload import (
+    Asking,
+    ChosenPair,
+    Overload,
+    OverloadMode,
+    ReportedSpeeds,
+)
 from services.gateway.core.admission.tenants import Tenants, Terms
 from services.gateway.core.index.fetches import Hit
 from services.gateway.core.routing.sides import Sides
@@ -33,11 +39,17 @@ def sides(num_pairs: int = 1, *, pending: int = 0, answers: int = 0) -> Sides:
     return Sides(prefills, [(1 << num_pairs) - 1] * num_pairs, decodes)
 
 
+def pair_of(at: Sides) -> ChosenPair:
+    """The first prefill worker and the first decode worker."""
+    return ChosenPair(at.prefills[0], at.decodes[0])
+
+
 def refused(
     mode: str, at: Sides, num_tokens: int = 500, waited_s: float = 0.0, **limits: float
 ) -> WouldBeLate | None:
     overload = Overload(OverloadMode(mode), SPEED)
-    return overload.refusal(Terms(**limits), num_tokens, at, 10.0, waited_s=waited_s)  # type: ignore[arg-type]
+    asking = Asking(Terms(**limits), num_tokens, waited_s)  # type: ignore[arg-type]
+    return overload.late_anywhere(asking, at, 10.0)
 
 
 def test_a_queue_that_is_too_long_is_refused_with_the_time_that_it_takes() -> None:
@@ -80,10 +92,8 @@ def test_what_a_cache_has_need_not_be_computed() -> None:
     overload, terms = Overload(OverloadMode.EARLY, SPEED), Terms(ttft_s=1.0)
 
     def is_refused(tokens: int) -> bool:
-        refusal = overload.refusal(
-            terms, 3000, at, 0.0, waited_s=0.0, cached=lambda now: {second.place: Hit(tokens)}
-        )
-        return refusal is not None
+        asking, cached = Asking(terms, 3000, 0.0), {second.place: Hit(tokens)}
+        return overload.late_anywhere(asking, at, 0.0, lambda now: cached) is not None
 
     assert is_refused(1999)
     assert not is_refused(2000)
@@ -112,7 +122,8 @@ def test_who_has_no_limit_and_where_nothing_is_known_nobody_is_refused() -> None
     assert refused("predicted", Sides([], [], []), ttft_s=0.001) is None
     overload = Overload(OverloadMode.PREDICTED)
     at = sides(pending=10**6, answers=500)
-    assert overload.refusal(Terms(ttft_s=0.1, tpot_s=0.1), 9000, at, 0.0, waited_s=0.0) is None
+    asking = Asking(Terms(ttft_s=0.1, tpot_s=0.1), 9000, 0.0)
+    assert overload.late_anywhere(asking, at, 0.0) is None
 
 
 def test_the_wait_for_a_place_is_that_of_a_burst_not_of_the_quiet_before_it() -> None:
@@ -156,7 +167,7 @@ def test_a_flood_of_another_tenant_makes_nobody_late(
         admission.arrive(b"%d" % number, 0.0, terms=Terms("flood"), num_tokens=100)
 
     def ended(number: int) -> list[Effect]:
-        admission.dispatched(b"%d" % number, at.prefills[0], at.decodes[0], 0.2 * number)
+        admission.pair_found(b"%d" % number, pair_of(at), 0.2 * number)
         admission.emitted(b"%d" % number, 1, 0.2 * number, cached_tokens=0)
         return admission.leave(b"%d" % number, 0.2 * number)
 
@@ -181,7 +192,7 @@ def test_a_request_with_several_answers_is_refused_before_a_token_or_not_at_all(
     for key, follows in ((b"1", b""), (b"2", b"1"), (b"3", b"1")):
         admission.arrive(key, 0.0, terms=terms, num_tokens=100, follows=follows)
     for key in (b"1", b"2"):
-        admission.dispatched(key, at.prefills[0], at.decodes[0], 0.0)
+        admission.pair_found(key, pair_of(at), 0.0)
     at.decodes[0].report(WorkerStatus(num_running=500, num_answers=500))
     if further_one_has_a_token:
         assert admission.prompt_computed(b"2", 0.1) == []
@@ -193,11 +204,10 @@ def test_a_request_with_several_answers_is_refused_before_a_token_or_not_at_all(
 
 def _in_hand(overload: Overload, at: Sides, num: int, now: float) -> None:
     """This many answers run on the first pair since then, and are counted there."""
-    prefill, decode = at.prefills[0], at.decodes[0]
     for number in range(num):
-        overload.dispatched(number, prefill, decode, 100, now)
+        overload.dispatched(number, pair_of(at), 100, now)
         overload.began(number, now)
-    decode.report(WorkerStatus(num_running=num, num_answers=num))
+    at.decodes[0].report(WorkerStatus(num_running=num, num_answers=num))
 
 
 def test_a_prediction_counts_who_will_have_ended() -> None:
@@ -211,7 +221,7 @@ def test_a_prediction_counts_who_will_have_ended() -> None:
         _in_hand(overload, at, 1, 0.0)
         overload.ended(0, 10.0)  # the mean
         _in_hand(overload, at, 40, 20.0)
-        verdicts[mode] = overload.refusal(terms, 100, at, 20.0, waited_s=0.0)
+        verdicts[mode] = overload.late_at(Asking(terms, 100, 0.0), pair_of(at), 20.0)
     assert verdicts["early"] is not None
     assert verdicts["early"].code == "slo_tbt"
     assert 0.1 <= verdicts["early"].retry_after_s <= 10.0
@@ -224,7 +234,8 @@ def test_answers_that_lasted_no_time_say_how_long_others_will() -> None:
     _in_hand(overload, at, 1, now=0.0)
     overload.ended(0, 0.0)
     _in_hand(overload, at, 9, now=0.0)
-    assert overload.forecast(500, at, 0.0, waited_s=0.0).tbt_s < 0.05  # as good as alone
+    forecast = overload.forecast(Asking(Terms(), 500, 0.0), pair_of(at), 0.0)
+    assert forecast.tbt_s < 0.05  # as good as alone
 
 
 def test_the_second_look_sees_what_runs_then() -> None:
@@ -233,7 +244,7 @@ def test_the_second_look_sees_what_runs_then() -> None:
     at = sides()
     decode = at.decodes[0]
     _in_hand(overload, at, 9, 0.0)
-    overload.dispatched("mine", at.prefills[0], decode, 100, 0.0)
+    overload.dispatched("mine", pair_of(at), 100, 0.0)
     assert overload.refusal_at_decode(Terms(tpot_s=0.121), decode, 1.0) is None
     error = overload.refusal_at_decode(Terms(tpot_s=0.11), decode, 1.0)
     assert error is not None
@@ -241,19 +252,38 @@ def test_the_second_look_sees_what_runs_then() -> None:
     assert overload.refusal_at_decode(Terms(ttft_s=0.1), decode, 1.0) is None
 
 
+def test_one_token_has_no_time_between_tokens() -> None:
+    """What is sent to a prefill worker alone is not late at a decode worker."""
+    overload, at = Overload(OverloadMode.EARLY, SPEED), sides(answers=9)
+    asking, pair = Asking(Terms(tpot_s=0.1), 100, 0.0), pair_of(at)
+    assert overload.late_at(asking, pair, 0.0) is not None
+    assert overload.late_at(asking, pair._replace(decode=None), 0.0) is None
+
+
+def test_a_prefix_counts_with_the_time_that_it_takes_to_come() -> None:
+    """0.1 s for what is left to compute, and 0.3 s beyond the queue until the rest is there."""
+    overload, at = Overload(OverloadMode.EARLY, SPEED), sides()
+    pair = pair_of(at)._replace(num_cached=900, prefix_s=0.3)
+    late = [
+        overload.late_at(Asking(Terms(ttft_s=ttft_s), 1000, 0.0), pair, 0.0) is not None
+        for ttft_s in (0.39, 0.41)
+    ]
+    assert late == [True, False]
+
+
 def test_a_refusal_costs_less_than_five_milliseconds() -> None:
     """With 64 + 64 workers and 1024 answers in hand; measured 0.1 ms, and 0.3 ms at 500 + 500."""
     overload = Overload(OverloadMode.PREDICTED, SPEED)
     at = sides(64, pending=2000, answers=16)
     for number in range(1024):
-        decode = at.decodes[number % 64]
-        overload.dispatched(number, at.prefills[0], decode, 100, 0.0)
+        pair = ChosenPair(at.prefills[0], at.decodes[number % 64])
+        overload.dispatched(number, pair, 100, 0.0)
         overload.began(number, 0.0)
-    terms = Terms(ttft_s=1.0, tpot_s=0.05)
+    asking = Asking(Terms(ttft_s=1.0, tpot_s=0.05), 500, 0.0)
     times: list[float] = []
     for _ in range(9):
         start = time.perf_counter()
-        assert overload.refusal(terms, 500, at, 1.0, waited_s=0.0) is not None
+        assert overload.late_anywhere(asking, at, 1.0) is not None
         times.append(time.perf_counter() - start)
     assert sorted(times)[4] < 0.005
 
@@ -292,7 +322,7 @@ def test_one_that_is_not_predicted_ends_no_refusal(mode: str) -> None:
     overload, limits = Overload(OverloadMode(mode)), Terms(ttft_s=1.0, tpot_s=0.05)
 
     def code() -> str | None:
-        error = overload.refusal(limits, 500, at, 0.0, waited_s=0.0)
+        error = overload.late_anywhere(Asking(limits, 500, 0.0), at, 0.0)
         return error and error.code
 
     assert code() == "slo_both"

@@ -14,7 +14,7 @@ from services.gateway.core.admission.admission import (
     Effect,
     TurnAway,
 )
-from services.gateway.core.admission.overload import Overload, OverloadMode
+from services.gateway.core.admission.overload import ChosenPair, Overload, OverloadMode
 from services.gateway.core.admission.work_ahead import PROMPTS_AHEAD
 from services.gateway.core.routing.sides import Sides
 from services.gateway.core.worker import Role, Worker, WorkerStatus
@@ -53,7 +53,7 @@ def filled(admission: Admission, *, num_tokens: int = 300) -> None:
     """As many prompts as the worker has ahead, and not one more."""
     for number in range(PROMPTS_AHEAD):
         assert admission.arrive(key(number), 0.0, num_tokens=num_tokens) == [Admit(key(number))]
-        assert admission.dispatched(key(number), PREFILL, DECODE, 0.0) == []
+        assert admission.pair_found(key(number), ChosenPair(PREFILL, DECODE), 0.0) == []
         assert admission.granted(key(number), 0.0) == []
 
 
@@ -90,7 +90,7 @@ def test_short_prompts_and_those_that_are_cached_are_not_held() -> None:
     admission = an_admission()
     for number in range(7):
         assert admission.arrive(key(number), 0.0, num_tokens=300) == [Admit(key(number))]
-        admission.dispatched(key(number), PREFILL, DECODE, 0.0, num_cached=290)
+        admission.pair_found(key(number), ChosenPair(PREFILL, DECODE, 290), 0.0)
         admission.granted(key(number), 0.0)
 
 
@@ -152,7 +152,8 @@ def test_where_no_decode_worker_has_room_few_wait_for_it(is_apart: bool) -> None
     admission = an_admission(decode=decode)
     for number in range(2):
         assert admission.arrive(key(number), 0.0, num_tokens=10) == [Admit(key(number))]
-        admission.dispatched(key(number), PREFILL if is_apart else decode, decode, 0.0)
+        pair = ChosenPair(PREFILL if is_apart else decode, decode)
+        admission.pair_found(key(number), pair, 0.0)
         begin(admission, number)
     assert admission.arrive(b"next", 1.0, num_tokens=10) == ([] if is_apart else [Admit(b"next")])
     if is_apart:
@@ -200,7 +201,8 @@ def test_a_prompt_that_turns_out_to_be_cached_makes_room_for_another() -> None:
     admission = an_admission()
     filled(admission)
     admission.arrive(b"next", 0.0, num_tokens=300)
-    assert admission.dispatched(key(1), PREFILL, DECODE, 0.1, num_cached=299) == [Admit(b"next")]
+    pair = ChosenPair(PREFILL, DECODE, num_cached=299)
+    assert admission.pair_found(key(1), pair, 0.1) == [Admit(b"next")]
 
 
 def test_while_all_workers_are_silent_nobody_overtakes() -> None:
@@ -273,7 +275,7 @@ def test_of_several_gateways_each_has_its_share_and_more_only_as_reports_leave_i
         prefill.report(WorkerStatus(num_gateways=2, pending_tokens=num_tokens), now)
         admitted = admission.changed(now, prefill)
         for it in admitted:
-            admission.dispatched(it.key, prefill, decode, now)
+            admission.pair_found(it.key, ChosenPair(prefill, decode), now)
             admission.granted(it.key, now)
         return len(admitted)
 

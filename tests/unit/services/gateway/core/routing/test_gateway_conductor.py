@@ -380,6 +380,25 @@ def test_one_pair_and_a_short_prompt_need_no_columns_and_no_index(
     assert table._columns is None
 
 
+def test_a_prompt_that_is_routed_and_not_sent_is_expected_nowhere() -> None:
+    """It was refused as late: nobody will have computed it, and it is no prompt more."""
+    router = Router(POLICIES["conductor"](), a_known_mesh([0.0, 0.0]), index_bytes=1 << 20)
+    assert router.prefixes is not None
+    for worker in router._table.workers:
+        router.prefixes.joined(worker)
+    prompt = HashedPrompt(pack_u32(range(4 * UNIT)), b"")
+    request = RouteRequest(num_tokens=4 * UNIT, max_new_tokens=10, prompt=prompt)
+    decision = router.route(request, 0.0, 0.5).decision
+    assert decision is not None
+    assert not router.cached(prompt, 0.0)
+    assert router.prefixes.hottest(1) == []
+    router.sent(decision, prompt, 0.0)
+    prefill, _ = decision.workers
+    assert router.cached(prompt, 0.0)[prefill.place].tokens >= 3 * UNIT
+    router.sent(decision, prompt, 0.0)  # what comes again is hot
+    assert len(router.prefixes.hottest(1)) == 1
+
+
 def test_a_worker_of_an_older_release_stays_silent_and_counts_by_its_queue() -> None:
     """It answers no ask for its prefixes and reports without events: nothing is taken to be cached
     there. It gets prompts all the same, and what others have is sent to it."""
