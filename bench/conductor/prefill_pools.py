@@ -91,12 +91,13 @@ class Setting:
 
 
 class TracePrompt(HashedPrompt):
-    """One that is known by the names of its blocks; its last, started one has no hash."""
+    """One that is known by the names of its blocks; its last, started one has no hash. The first
+    one's name stands for the tokens that the policy ``hash`` goes by, which it holds."""
 
     __slots__ = ("blocks",)
 
     def __init__(self, ask: Ask) -> None:
-        super().__init__(b"", b"")
+        super().__init__(ask.block_ids[0].to_bytes(8), b"")
         ids = ask.block_ids[: ask.num_input // BLOCK_TOKENS]
         self.blocks = [hashlib.sha256(it.to_bytes(8, "little")).digest() for it in ids]
 

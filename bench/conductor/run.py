@@ -1,4 +1,4 @@
-"""Does it pay to know who has which prefix? Mean time to first token of four policies.
+"""Does it pay to know who has which prefix? Mean time to first token, by policy.
 
     python -m bench.conductor.run [--quick] [--trace FILE] [--parts order sizes bursts]
 
@@ -32,6 +32,9 @@ TICK_S = 3.0
 """Mooncake's trace tells arrivals to within this."""
 
 ORDER = ("random", "least_loaded", "local", "conductor")
+BESIDE = ("p2c", "hash")
+"""What knows of no cache either, and is compared without a bar."""
+
 SHAPE_RATE = 2.2
 """Requests a second of the built-in shape: it computes less of each prompt anew than the trace."""
 
@@ -214,7 +217,7 @@ def set_goals(record: Record, *, is_trace: bool) -> None:
 def jobs_of(asked: argparse.Namespace, asks: Sequence[Ask]) -> Iterator[Job]:
     """Return what is to be run."""
     if "order" in asked.parts:
-        for policy in ORDER:
+        for policy in (*BESIDE, *ORDER):
             yield Job(what="order", policy=policy, asks=asks)
     if "sizes" in asked.parts:
         for what, changed in SIZES.items():
@@ -239,7 +242,7 @@ def pictures_of(rows: Sequence[dict[str, Any]]) -> Pictures:
             for row in rows
             if (row["what"], row["policy"]) == (what, policy)
         }
-        for policy in ORDER[1:]
+        for policy in (*BESIDE, *ORDER[1:])
     }
     hits = {"hits": {row["policy"]: spread([row["hit"]]) for row in rows if row["what"] == "order"}}
     pictures = [Bars("Mean TTFT (modelled)", "s", {k: v for k, v in means.items() if v})]
