@@ -278,8 +278,6 @@ class GatewayMesh:
             timeline.refused(failure if isinstance(failure, MeshError) else None)
             raise
         timeline.admitted()
-        if traffic is not None:
-            traffic.sent(asyncio.get_running_loop().time())
         shell = stay.shell = RequestShell(
             request,
             stay.take,
@@ -296,6 +294,8 @@ class GatewayMesh:
             prompt=prompt,
         )
         await shell.dispatch()
+        if traffic is not None:
+            traffic.sent(asyncio.get_running_loop().time())
         return shell
 
     async def _wait_for_place(self, stay: _Stay, terms: Terms, prompt: HashedPrompt | None) -> None:
