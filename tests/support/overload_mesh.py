@@ -47,8 +47,8 @@ class Speed(ReportedSpeeds):
     def prompt_s(self, worker: Worker, num_tokens: int, num_cached: int = 0) -> float:
         return (num_tokens - num_cached) / self.prompt_tokens_per_s
 
-    def step_s(self, worker: Worker, num_answers: int) -> float:
-        return self.base_s + self.answer_s * num_answers
+    def step_s(self, worker: Worker, num_others: int, num_tokens: int) -> float:
+        return self.base_s + self.answer_s * (num_others + 1)
 
 
 @dataclass
@@ -292,7 +292,7 @@ class OverloadMesh:
 
     def _progress(self, decode: Decode) -> None:
         if decode.ends:
-            step_s = self.speed.step_s(decode.worker, len(decode.ends))
+            step_s = self.speed.step_s(decode.worker, len(decode.ends) - 1, 0)
             decode.steps += (self.now - decode.at) / step_s
         decode.at = self.now
 
@@ -300,7 +300,7 @@ class OverloadMesh:
         decode.version += 1
         version = decode.version
         if decode.ends:
-            step_s = self.speed.step_s(decode.worker, len(decode.ends))
+            step_s = self.speed.step_s(decode.worker, len(decode.ends) - 1, 0)
             left_s = max(0.0, decode.ends[0][0] - decode.steps) * step_s
             self._at(self.now + left_s, lambda: self._answered(decode, version))
 

@@ -241,7 +241,9 @@ class Admission:
         if not request.may_be_refused:
             self._goes_on(request)  # before its token is handed on: the two may come together
             return []
-        error = self._overload.refusal_at_decode(request.terms, request.decode, now)
+        error = self._overload.refusal_at_decode(
+            request.terms, request.num_tokens, request.decode, now
+        )
         return [] if error is None else [self._refused(request, error)]
 
     def emitted(

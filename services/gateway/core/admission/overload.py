@@ -77,13 +77,14 @@ class ReportedSpeeds:
         """From then until what its cache does not have is computed; its last token always is."""
         return worker.status.prompt_s(num_tokens, num_cached) if worker.is_predictable else 0.0
 
-    def step_s(self, worker: Worker, num_answers: int) -> float:
-        """One step of so many answers, the time between their tokens, with as much context as those
-        that it holds have. Grows with their number."""
+    def step_s(self, worker: Worker, num_others: int, num_tokens: int) -> float:
+        """One step of an answer to a prompt of so many tokens, the time between its tokens, beside
+        others with as much context as those that it holds have. Grows with both numbers."""
         if not worker.is_step_predictable:
             return 0.0
         context = worker.reserved_tokens / worker.num_answers if worker.num_answers else 0.0
-        return worker.status.answer_steps.seconds(num_answers, round(num_answers * context))
+        num_attended = round(num_others * context) + num_tokens
+        return worker.status.answer_steps.seconds(num_others + 1, num_attended)
 
 
 class Asking(NamedTuple):
@@ -110,8 +111,8 @@ class Forecast(NamedTuple):
     """What a request would see, in seconds. alone: with its workers to itself. retry: when the
     limit between tokens could be kept, if ever."""
 
-    ttft_s: float
-    tbt_s: float
+    ttft_s: float = 0.0
+    tbt_s: float = 0.0
     ttft_alone_s: float = 0.0
     tbt_alone_s: float = 0.0
     tbt_retry_s: float = 0.0
@@ -189,30 +190,39 @@ class Overload:
             return None
         return late(asking.terms, self.forecast(asking, pair, now))
 
-    def refusal_at_decode(self, terms: Terms, decode: Worker, now: float) -> WouldBeLate | None:
+    def refusal_at_decode(
+        self, terms: Terms, num_tokens: int, decode: Worker, now: float
+    ) -> WouldBeLate | None:
         """Return why an answer whose prompt is computed is not worth beginning, or None."""
         if self.mode is OverloadMode.OFF or terms.tpot_s == math.inf:
             return None
-        num_answers = self._num_running(decode)
-        tbt_s = self._speeds.step_s(decode, num_answers + 1)
-        if tbt_s <= terms.tpot_s:
-            return None
-        retry_s = self._retry_s(decode, num_answers, terms.tpot_s, now)
-        return late(terms, Forecast(0.0, tbt_s, 0.0, self._speeds.step_s(decode, 1), retry_s))
+        num_others = self._num_running(decode)
+        return late(terms, self._between_tokens(terms, num_tokens, decode, num_others, now))
 
     def forecast(self, asking: Asking, pair: ChosenPair, now: float) -> Forecast:
         """Return what a prompt that is sent there now would see; zeros of who cannot be
         predicted."""
         queue_s, alone_s = self._until_computed(pair, asking.num_tokens, now)
-        forecast = Forecast(asking.waited_s + queue_s + alone_s, 0.0, alone_s)
-        decode = pair.decode
-        if decode is None or self.mode is OverloadMode.STAGE:
-            return forecast
-        num_answers = self._num_then(decode, now, queue_s + alone_s)
-        tbt_s, tpot_s = self._speeds.step_s(decode, num_answers + 1), asking.terms.tpot_s
-        retry_s = self._retry_s(decode, num_answers, tpot_s, now) if tbt_s > tpot_s else 0.0
-        return forecast._replace(
-            tbt_s=tbt_s, tbt_alone_s=self._speeds.step_s(decode, 1), tbt_retry_s=retry_s
+        forecast, decode = Forecast(), pair.decode
+        if decode is not None and self.mode is not OverloadMode.STAGE:
+            num_others = self._num_then(decode, now, queue_s + alone_s)
+            forecast = self._between_tokens(
+                asking.terms, asking.num_tokens, decode, num_others, now
+            )
+        return forecast._replace(ttft_s=asking.waited_s + queue_s + alone_s, ttft_alone_s=alone_s)
+
+    def _between_tokens(
+        self, terms: Terms, num_tokens: int, decode: Worker, num_others: int, now: float
+    ) -> Forecast:
+        """Return the forecast of an answer beside so many others."""
+        tbt_s = self._speeds.step_s(decode, num_others, num_tokens)
+        retry_s = 0.0
+        if tbt_s > terms.tpot_s:
+            retry_s = self._retry_s(decode, num_others, num_tokens, terms.tpot_s, now)
+        return Forecast(
+            tbt_s=tbt_s,
+            tbt_alone_s=self._speeds.step_s(decode, 0, num_tokens),
+            tbt_retry_s=retry_s,
         )
 
     def _until_computed(self, pair: ChosenPair, num_tokens: int, now: float) -> tuple[float, float]:
@@ -235,7 +245,8 @@ class Overload:
         ttfts_s = [sum(self._until_computed(it, asking.num_tokens, now)) for it in pairs]
         soonest_s = ttfts_s[_least_known(ttfts_s, range(len(pairs)))]
         tbts_s = [
-            self._speeds.step_s(it, self._num_then(it, now, soonest_s) + 1) for it in sides.decodes
+            self._speeds.step_s(it, self._num_then(it, now, soonest_s), asking.num_tokens)
+            for it in sides.decodes
         ]
         keeping = sum(
             worker.bit
@@ -271,18 +282,20 @@ class Overload:
                 variance += share * (1.0 - share)
         return min(decode.num_answers, math.ceil(num + _SIGMAS * math.sqrt(variance)))
 
-    def _retry_s(self, decode: Worker, num_answers: int, tpot_s: float, now: float) -> float:
+    def _retry_s(
+        self, decode: Worker, num_others: int, num_tokens: int, tpot_s: float, now: float
+    ) -> float:
         """Return when one answer more could run there within this limit."""
         low, high = 0, MOST_ANSWERS
-        while low < high:  # the most answers whose steps keep it
+        while low < high:  # the most others beside which it keeps it
             middle = (low + high + 1) // 2
-            if self._speeds.step_s(decode, middle) <= tpot_s:
+            if self._speeds.step_s(decode, middle, num_tokens) <= tpot_s:
                 low = middle
             else:
                 high = middle - 1
         own = self._on.get(decode.incarnation, {}).values()
         ends = sorted(answer.first_token_at + self._mean_s for answer in own)
-        num_over = num_answers + 1 - low
+        num_over = max(1, num_others - low)  # 0 if not even it alone would keep it
         if num_over > len(ends) or ends[num_over - 1] == math.inf:
             return 1.0  # nobody knows
         return max(0.0, ends[num_over - 1] - now)

@@ -214,7 +214,7 @@ async def test_who_is_refused_early_is_asked_about_again_whoever_says_so_and_whe
 class Slow(ReportedSpeeds):
     """A second a step."""
 
-    def step_s(self, worker: Worker, num_answers: int) -> float:
+    def step_s(self, worker: Worker, num_others: int, num_tokens: int) -> float:
         return 1.0
 
 

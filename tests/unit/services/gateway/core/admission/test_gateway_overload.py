@@ -75,7 +75,7 @@ def test_a_limit_that_no_idle_worker_keeps_says_which_one_could_keep() -> None:
     assert error.message.endswith(f"{never} tpot_ms to 30")
     assert error.retry_after_s == 0.0
     at_decode = Overload(OverloadMode.STAGE, SPEED).refusal_at_decode(
-        Terms(tpot_s=0.0299), sides(answers=3).decodes[0], 0.0
+        Terms(tpot_s=0.0299), 500, sides(answers=3).decodes[0], 0.0
     )
     assert at_decode is not None
     assert at_decode.message.endswith(f"{never} tpot_ms to 30")
@@ -245,11 +245,11 @@ def test_the_second_look_sees_what_runs_then() -> None:
     decode = at.decodes[0]
     _in_hand(overload, at, 9, 0.0)
     overload.dispatched("mine", pair_of(at), 100, 0.0)
-    assert overload.refusal_at_decode(Terms(tpot_s=0.121), decode, 1.0) is None
-    error = overload.refusal_at_decode(Terms(tpot_s=0.11), decode, 1.0)
+    assert overload.refusal_at_decode(Terms(tpot_s=0.121), 100, decode, 1.0) is None
+    error = overload.refusal_at_decode(Terms(tpot_s=0.11), 100, decode, 1.0)
     assert error is not None
     assert error.code == "slo_tbt"
-    assert overload.refusal_at_decode(Terms(ttft_s=0.1), decode, 1.0) is None
+    assert overload.refusal_at_decode(Terms(ttft_s=0.1), 100, decode, 1.0) is None
 
 
 def test_one_token_has_no_time_between_tokens() -> None:
@@ -289,8 +289,8 @@ def test_a_refusal_costs_less_than_five_milliseconds() -> None:
 
 
 def test_speeds_are_what_the_workers_report() -> None:
-    """A prompt by its steps behind those that wait, an answer's step by how many there are and
-    their context; and nothing of a worker that has been wrong."""
+    """A prompt by its steps behind those that wait, an answer's step by how many others there are,
+    their context and its own; and nothing of a worker that has been wrong."""
     speeds = ReportedSpeeds()
     prompt_steps = StepFit(0.01, 0.001, num_steps=50)
     prefill = a_worker(Role.PREFILL, 1)
@@ -302,13 +302,13 @@ def test_speeds_are_what_the_workers_report() -> None:
     assert speeds.queue_s(prefill, 10.5) == speeds.prompt_s(prefill, 100) == 0.0
 
     decode = a_worker(Role.DECODE, 2)
-    assert speeds.step_s(decode, 20) == 0.0
+    assert speeds.step_s(decode, 20, 100) == 0.0
     answer_steps = StepFit(0.01, 0.001, 1e-5, num_steps=50)
     status = WorkerStatus(num_answers=2, reserved_blocks=10, answer_steps=answer_steps)
     decode.report(status, 10.0)  # 80 tokens of context each
-    assert speeds.step_s(decode, 20) == pytest.approx(0.01 + 0.02 + 1600e-5)
+    assert speeds.step_s(decode, 19, 500) == pytest.approx(0.01 + 0.02 + (19 * 80 + 500) * 1e-5)
     decode.is_believed = False
-    assert speeds.step_s(decode, 20) == 0.0
+    assert speeds.step_s(decode, 20, 100) == 0.0
 
 
 @pytest.mark.parametrize("mode", ["early", "predicted"])
