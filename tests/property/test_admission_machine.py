@@ -150,7 +150,9 @@ class AdmissionMachine(RuleBasedStateMachine):
                         assert not any(it.goes_before(one) for it in before)
                     one.state = "admitted"
                 case TurnAway():
-                    assert one.state in ("new", "waits")
+                    # Who is about to be sent, too, if it is late already.
+                    is_late = one.state == "sent" and self.now > one.limit_at
+                    assert one.state in ("new", "waits") or is_late
                     one.state = "refused"
                     self.perform(self.admission.leave(one.key, self.now))
 
@@ -238,6 +240,8 @@ class AdmissionMachine(RuleBasedStateMachine):
             one.state = "sent"
             pair = ChosenPair(self.prefills[0], self.decodes[0])
             self.perform(self.admission.pair_found(one.key, pair, self.now))
+            if one.state == "refused":
+                continue
             one.has_room = True
             self.perform(self.admission.granted(one.key, self.now))
             one.has_begun = True
