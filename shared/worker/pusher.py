@@ -217,7 +217,8 @@ class PushHandle:
                     num_bytes=self.num_bytes,
                     num_frames=self.num_frames,
                     transfer_s=now - first_sent_at,
-                    exposed_s=now - computed_at,
+                    # A device's clock, or a sum of times, may say a little after now.
+                    exposed_s=max(0.0, now - computed_at),
                     lane=self.link.lane_out,
                     mode=self._mode_name,
                 )
