@@ -19,6 +19,8 @@ NUM_TOKENS = 800  # 50 blocks
 NUM_COMPUTED = 16  # a prompt's last token is always computed, and so its block
 CACHED = NUM_TOKENS - NUM_COMPUTED
 STARTS = (5, 6, 7)
+SLOW = {"kernels": "torch"}
+"""To compute takes so long that to load is worth while on a busy machine, too."""
 
 
 async def ask_twice(
@@ -63,8 +65,8 @@ async def test_evicted_prompts_come_back_from_below_the_pool(tmp_path: Path) -> 
             with mesh.explained():
                 gateway = await mesh.start_gateway()
                 settings = settings_of(tier, tmp_path)
-                prefill = await mesh.add("prefill", num_blocks=NUM_BLOCKS, **settings)
-                await mesh.add("decode", cache_prefixes=False)
+                prefill = await mesh.add("prefill", num_blocks=NUM_BLOCKS, **settings, **SLOW)
+                await mesh.add("decode", cache_prefixes=False, **SLOW)
                 await mesh.paired(gateway, 1)
                 await ask_twice(mesh, gateway, prefill, tier)
                 gauges = await mesh.gauges(prefill)
@@ -79,15 +81,15 @@ async def test_kv_on_disk_outlives_its_worker_and_a_disk_that_fails(tmp_path: Pa
     async with process_mesh(engine="torch") as mesh:
         with mesh.explained():
             gateway = await mesh.start_gateway()
-            prefill = await mesh.add("prefill", num_blocks=NUM_BLOCKS, **settings)
-            await mesh.add("decode", cache_prefixes=False)
+            prefill = await mesh.add("prefill", num_blocks=NUM_BLOCKS, **settings, **SLOW)
+            await mesh.add("decode", cache_prefixes=False, **SLOW)
             await mesh.paired(gateway, 1)
             prompt = a_prompt(NUM_TOKENS, start=5)
             first = await mesh.ask(gateway, prompt, 8)
             await stored(mesh, prefill, "ssd", NUM_TOKENS // 16)
             await prefill.kill()
 
-            again = await mesh.add("prefill", num_blocks=NUM_BLOCKS, **settings)
+            again = await mesh.add("prefill", num_blocks=NUM_BLOCKS, **settings, **SLOW)
             await mesh.paired(gateway, 1)
             answer = await mesh.ask(gateway, prompt, 8)
             answer.require_whole(8)

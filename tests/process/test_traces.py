@@ -231,7 +231,7 @@ async def test_a_trace_says_what_failed(monkeypatch: pytest.MonkeyPatch) -> None
 async def test_a_request_for_which_there_is_no_worker_says_where_it_waited(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its route is what failed: there is no attempt."""
+    """In the queue, since nobody could be asked: it was routed to nobody."""
     async with bench(monkeypatch) as it:
         await it.decode.kill()
         await it.mesh.paired(it.gateway, 0)
@@ -240,9 +240,8 @@ async def test_a_request_for_which_there_is_no_worker_says_where_it_waited(
         assert answer.status == 503
         await it.stopped()
         spans = it.collector.named(a_trace_id(1))
-        assert set(spans) == {REQUEST, "queue", "route"}
-        assert spans["queue"].error == ""
-        assert spans["route"].error == spans[REQUEST].error == "worker_lost"
+        assert set(spans) == {REQUEST, "queue"}
+        assert spans["queue"].error == spans[REQUEST].error == "worker_lost"
 
 
 async def test_the_sampler_is_the_operators_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ from shared.cache_folder import cache_folder
 HERE = Path(__file__).parent
 SOURCES = (HERE / "kernels.cpp", HERE / "lanes.h", HERE / "team.h", HERE / "amx.h")
 
-_AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "fma")
+_AVX512 = ("fma", "avx512f", "avx512bw", "avx512vl", "avx512dq")
 
 INSTRUCTIONS = {
     "amx": (*_AVX512, "avx512_bf16", "amx_tile", "amx_bf16"),
