@@ -108,6 +108,7 @@ class Team {
         awake_.wait(lock, [this] { return is_over_ || std::uint32_t(open_.load()); });
         sleeping_.fetch_sub(1);
         if (is_over_) return;
+        looks = 0;  // others may have done this phase while it woke, and the next one is near
       }
       take_pieces();
     }
