@@ -16,6 +16,10 @@ from shared.address import Address, ip_of
 
 _log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
+BACKLOG: Final = 4096
+"""Connections that the kernel keeps while the loop is busy, at most ``net.core.somaxconn``. Beyond,
+it may forget one whose client believes it open, and sees it closed unread."""
+
 FEW_FILES: Final = 8
 """So many before the limit of open files it is told: past it uvloop closes connections, and says so
 nowhere."""
@@ -53,7 +57,8 @@ async def listen_at(protocol: Any, host: str, port: int, **options: Any) -> asyn
             hosts = [info[4][0] for info in of_this_machine(found)]
         # With port 0 every family would get a port of its own, so only one is asked for.
         told = _telling_of_files(protocol, Address(host, port))
-        return await loop.create_server(told, hosts if port else hosts[:1], port, **options)
+        hosts = hosts if port else hosts[:1]
+        return await loop.create_server(told, hosts, port, backlog=BACKLOG, **options)
     except OSError as error:
         is_taken = error.errno == errno.EADDRINUSE
         reason = "the port is in use" if is_taken else error.strerror or error

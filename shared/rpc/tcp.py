@@ -19,8 +19,6 @@ from shared.rpc.call_server import CLOSE_WITHIN_S, CallServer, IsKnown
 from shared.rpc.network import Address
 from shared.rpc.tls import GRPC, HANDSHAKE_WITHIN_S, ServerTls
 
-BACKLOG = 512
-
 
 class GuardedChannel(Channel):
     """A channel whose connections have our limits; connects when a call first needs it."""
@@ -102,7 +100,6 @@ class TcpNetwork:
             calls.protocol,
             address.host,
             address.port,
-            backlog=BACKLOG,
             ssl=tls and tls.context(GRPC),
             ssl_handshake_timeout=tls and HANDSHAKE_WITHIN_S,
         )

@@ -464,7 +464,6 @@ async def listen(
                 listen_at,
                 lambda: Connection(listener, loop),
                 address.host,
-                backlog=1024,
                 ssl=tls and tls.context(HTTP),
                 ssl_handshake_timeout=tls and HANDSHAKE_WITHIN_S,
             )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
+import resource
 import socket
 from typing import Any
 
@@ -64,6 +66,26 @@ async def test_a_name_is_listened_at_where_this_machine_has_it(
     with pytest.raises(OSError, match=f"cannot listen on a:{port}: .*{elsewhere}") as told:
         await listen_at(asyncio.Protocol, "a", port)
     assert told.value.errno == errno.EADDRNOTAVAIL
+
+
+def test_connections_wait_for_a_loop_that_is_busy() -> None:
+    """As many as may come in two seconds of 1,000 each: not one is turned away."""
+    count = 2_000
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8_192), hard))
+
+    async def main() -> None:
+        server = await listen_at(asyncio.Protocol, "127.0.0.1", 0)
+        with contextlib.ExitStack() as to_close:
+            to_close.callback(server.close)
+            for _ in range(count):  # the loop takes none of them meanwhile
+                client = socket.create_connection(server.sockets[0].getsockname(), timeout=0.5)
+                to_close.enter_context(client)
+
+    try:
+        pytest.importorskip("uvloop").run(main())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_link_local_address_keeps_its_zone() -> None:
