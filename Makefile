@@ -131,7 +131,7 @@ bench: $(VENV)/.dev ## run the quick benchmarks and print one table of goals (AR
 gpu-check: $(VENV)/.dev ## a first hour on a new GPU: is it right, and how near its limits? (ARGS="--quick --out DIR")
 	@$(BIN)/python -m bench.gpu.check $(ARGS)
 
-release: $(VENV)/.dev ## make wheel, sdist, bills of materials and checksums of HEAD in dist/ (ARGS="--build-only": no bills)
+release: $(VENV)/.dev ## make wheels (one with CPU kernels), sdist, bills of materials and checksums of HEAD in dist/ (ARGS="--build-only": no bills)
 	@$(BIN)/python tools/release.py $(ARGS)
 
 clean: ## remove the environment and caches

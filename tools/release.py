@@ -1,5 +1,5 @@
-"""Makes what a release consists of: wheel, sdist, bills of materials, checksums; the same bytes
-again from the same commit.
+"""Makes what a release consists of: wheel, sdist, a wheel with the CPU kernels compiled, bills of
+materials, checksums; the same bytes again from the same commit (and compiler).
 
     python tools/release.py [--out dist] [--commit HEAD]
 
@@ -7,6 +7,9 @@ Built from the commit alone, so nothing untracked gets in; times are the commit'
 fixed. Then the wheel is installed into an empty environment, first as a gateway's, then with torch
 (TORCH names the build, as in the Makefile) as a worker's; each gets a bill of what is in it
 (CycloneDX, by cyclonedx-bom), and the latter answers a prompt through three processes.
+
+The wheel with kernels is for x86-64 alone and made there; its tag says which glibc it needs. The
+plain one installs everywhere, and compiles what it needs where there is a compiler.
 """
 
 from __future__ import annotations
@@ -17,11 +20,13 @@ import hashlib
 import importlib.metadata
 import io
 import os
+import platform
+import re
 import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,7 +34,12 @@ BILL_MAKER = "cyclonedx-bom==7.5.0"
 GATEWAY, WORKER = "otel", "worker,otel"
 """Extras, as the Dockerfile installs them."""
 
-_BUILD = "import sys; from setuptools.build_meta import {0} as build; print(build(sys.argv[1]))"
+_BUILD = "import sys, setuptools.build_meta as it; print(it.{0}(sys.argv[1], {1}))"
+
+SYSTEM_LIBRARIES = frozenset({
+    "libc.so.6", "libm.so.6", "libpthread.so.0", "libgcc_s.so.1", "ld-linux-x86-64.so.2",
+})  # fmt: skip
+"""What a manylinux system has, and our kernels may need of it (PEP 600)."""
 
 
 def main() -> int:
@@ -44,10 +54,9 @@ def main() -> int:
     if any(out.iterdir()):
         parser.error(f"{out} is not empty")
     try:
-        wheel, sdist = build(out, arguments.commit)
-        made = [wheel, sdist]
+        made = build(out, arguments.commit)
         if not arguments.build_only:
-            made += install_and_bill(wheel, out)
+            made += install_and_bill(made[0], out)
     except subprocess.CalledProcessError as error:
         print(f"{' '.join(map(str, error.cmd))} failed:\n{error.output}", file=sys.stderr)
         return 1
@@ -57,10 +66,10 @@ def main() -> int:
     return 0
 
 
-def build(out: Path, commit: str) -> tuple[Path, Path]:
-    """Write wheel and sdist of a commit into ``out``.
+def build(out: Path, commit: str) -> list[Path]:
+    """Write wheel and sdist of a commit into ``out``, and, on x86-64, the wheel with kernels.
 
-    Raises CalledProcessError: no such commit, or setuptools refuses.
+    Raises CalledProcessError: no such commit, setuptools refuses, or there is no C++ compiler.
     """
     made_at = _run(["git", "show", "--no-patch", "--format=%ct", f"{commit}^{{commit}}"]).strip()
     archive = subprocess.run(
@@ -73,13 +82,38 @@ def build(out: Path, commit: str) -> tuple[Path, Path]:
         with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
             tar.extractall(folder, filter="data")
         env = {"SOURCE_DATE_EPOCH": made_at, "PYTHONDONTWRITEBYTECODE": "1"}
-        names = [
-            _run([sys.executable, "-c", _BUILD.format(hook), out], cwd=folder, env=env)
-            for hook in ("build_wheel", "build_sdist")
-        ]
-    wheel, sdist = (out / name.splitlines()[-1] for name in names)
-    _settle(sdist, int(made_at))
-    return wheel, sdist
+
+        def made(hook: str, settings: object = None) -> Path:
+            command = [sys.executable, "-c", _BUILD.format(hook, settings), out]
+            return out / _run(command, cwd=folder, env=env).splitlines()[-1]
+
+        wheel, sdist = made("build_wheel"), made("build_sdist")
+        _settle(sdist, int(made_at))
+        if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+            print("no wheel with kernels: they are for Linux on x86-64", file=sys.stderr)
+            return [wheel, sdist]
+        compiling = [sys.executable, "-m", "shared.engine.native.build", "--portable"]
+        kernels = map(Path, _run(compiling, cwd=folder, env=env).splitlines())
+        option = f"--plat-name={platform_tag(kernels)}"
+        return [wheel, sdist, made("build_wheel", {"--build-option": [option]})]
+
+
+def platform_tag(libraries: Iterable[Path]) -> str:
+    """Return what of PEP 600 these may run on: what their tables of names say that they need.
+
+    Raises ValueError: libraries that such a system need not have.
+    """
+    versions, needed = {(2, 17)}, set[str]()
+    for library in libraries:
+        data = library.read_bytes()
+        for major, minor in re.findall(rb"\0GLIBC_(\d+)\.(\d+)(?:\.\d+)?(?=\0)", data):
+            versions.add((int(major), int(minor)))
+        found = re.findall(rb"\0((?:lib[\w+-]+|ld-[\w-]+)\.so(?:\.\d+)*)(?=\0)", data)
+        needed |= {name.decode() for name in found}
+    if others := needed - SYSTEM_LIBRARIES:
+        raise ValueError(f"the kernels need {', '.join(sorted(others))}")
+    major, minor = max(versions)
+    return f"manylinux_{major}_{minor}_x86_64"
 
 
 def _settle(sdist: Path, made_at: int) -> None:

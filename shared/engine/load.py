@@ -124,7 +124,8 @@ def _kernels_to_compile(config: WorkerConfig, folder: ModelFolder) -> tuple[str,
         return None
     named = config.kernels if config.kernels in INSTRUCTIONS else ""
     instructions = named or best_instructions(numbers)
-    if unsupported(instructions) or any(find_compiled(numbers, instructions)):
+    found = find_compiled(numbers, instructions)
+    if unsupported(instructions) or any(not reason for _, reason in found):
         return None
     return numbers, named
 

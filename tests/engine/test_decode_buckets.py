@@ -467,7 +467,7 @@ def test_each_slow_part_of_loading_is_told(
 ) -> None:
     """As it begins; compiling only where it has to be done."""
     compiled: list[tuple[torch.dtype, str]] = []
-    found = [Path("kernels.so")] * is_compiled
+    found = [(Path("kernels.so"), "" if is_compiled else "it is damaged")]
     monkeypatch.setattr(TorchEngine, "load", lambda *_, **__: None)
     monkeypatch.setattr(load, "unsupported", lambda _: "")
     monkeypatch.setattr(load, "best_instructions", lambda _: "avx512-bf16")

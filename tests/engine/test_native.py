@@ -410,6 +410,42 @@ def test_a_build_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert len(made.read_bytes()) == len(data)
 
 
+def test_what_was_brought_is_passed_over_where_it_cannot_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wheel's kernels need no compiler; damaged ones, others' and those of other sources are
+    told, and the next best are taken."""
+    needs_native()
+    monkeypatch.setattr(build, "HERE", tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", quick_compiler(tmp_path))
+    monkeypatch.setattr(build, "_name", lambda *what: f"kernels-{'-'.join(what)}-{'0' * 16}.so")
+    best, *lesser = build.usable_instructions("bfloat16")
+    made = build.compile_into(tmp_path, "bfloat16", "avx2", portable=True)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+
+    def said() -> list[str]:
+        with capture_logs() as logs:
+            assert loaded_anew("")[0] == "avx2"
+        (line,) = (one for one in logs if one["event"] == "native kernels loaded")
+        assert (line["kernels"], line["outcome"]) == ("bfloat16 by avx2", "brought with pdmesh")
+        return [one["reason"] for one in logs if one["event"] == "compiled kernels passed over"]
+
+    assert said() == []
+    if not lesser:
+        pytest.skip("this CPU has one kind of instructions")
+    assert "no C++ compiler" in loaded_anew("")[1]
+    better = tmp_path / build._name("bfloat16", best)
+    better.write_bytes(made.read_bytes()[:-1])
+    assert said() == ["it is damaged"]
+    foreign = b"of another machine"
+    better.write_bytes(foreign + build._digest(foreign))
+    (reason,) = said()
+    assert "kernels-bfloat16" in reason
+    better.rename(tmp_path / f"kernels-bfloat16-{best}-{'1' * 16}.so")
+    assert said() == ["it was made of other sources"]
+
+
 def loaded_anew(instructions: str = "avx2") -> tuple[str, str]:
     """Return what a new process would load for bfloat16: its instructions and their shortfall."""
     library._found.cache_clear()

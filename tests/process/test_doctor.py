@@ -69,7 +69,7 @@ def test_what_a_cpu_would_compute_with_is_told(
     assert found().is_wrong
     assert "/bin/false failed" in found().text
     monkeypatch.setenv("CXX", quick_compiler(tmp_path))
-    monkeypatch.setattr(build, "_cpu_flags", lambda: frozenset(build.INSTRUCTIONS["avx2"]))
+    monkeypatch.setattr(build, "cpu_flags", lambda: frozenset(build.INSTRUCTIONS["avx2"]))
     assert found().verdict == "right"
     assert "bfloat16 by avx2, float32 by avx2" in found().text
     (tmp_path / "file").touch()
@@ -77,7 +77,7 @@ def test_what_a_cpu_would_compute_with_is_told(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert found().is_wrong
     assert "compiled at every start" in found().text
-    monkeypatch.setattr(build, "_cpu_flags", lambda: frozenset({"sse2"}))
+    monkeypatch.setattr(build, "cpu_flags", lambda: frozenset({"sse2"}))
     assert found().verdict == "absent"
     assert "this CPU lacks avx2, fma" in found().text
 

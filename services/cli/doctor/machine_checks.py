@@ -17,6 +17,7 @@ from services.cli.doctor.finding import Finding, absent, right, wrong
 from services.cli.flags import CannotRun, require_free_port
 from shared import grammar
 from shared.control_groups import granted_cores, num_cores
+from shared.engine.native.build import OWN_BITS
 from shared.engine.vllm.release import INSTALL, release
 from shared.errors import InvalidRequest, ModelError
 from shared.runtime.realtime import RealTime
@@ -33,8 +34,8 @@ LIBRARIES: Final = (
     "safetensors",
 )  # fmt: skip
 _KERNELS_REMEDY: Final = (
-    "install g++ 11 or newer, or set CXX; XDG_CACHE_HOME must be a folder that can be written and "
-    "is not mounted noexec"
+    "install pdmesh's wheel with kernels (manylinux), or g++ 11 or newer, or set CXX; what is "
+    "compiled goes to XDG_CACHE_HOME, a folder that can be written and is not mounted noexec"
 )
 NO_WORKERS: Final = (
     "not installed: a gateway needs none; to run workers here: install torch in the build that "
@@ -67,7 +68,9 @@ def check_kernels(facts: Facts) -> Finding:
     native = facts["native"]
     if not native["reason"]:
         chosen = ", ".join(f"{dtype} by {by}" for dtype, by in native["instructions"].items())
-        text = f"native: {chosen}; the same bits on any CPU"
+        text = f"native: {chosen}, {native['origin']}; the same bits on any CPU"
+        if own := [it for it, by in native["instructions"].items() if by in OWN_BITS]:
+            text += f" ({', '.join(own)}: with {OWN_BITS[0].upper()})"
         if not native["shortfall"]:
             return right("CPU kernels", text)
         return wrong("CPU kernels", f"{text}; {native['shortfall']}", _KERNELS_REMEDY)
@@ -120,15 +123,6 @@ def check_vllm(
         if is_so:
             return wrong("vLLM", f"{text}: {fault}", remedy)
     return right("vLLM", f"{text}, compiles with {compiler}")
-
-
-def has_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether this CPU has Intel's matrix units."""
-    try:
-        flags = next(line for line in cpuinfo.read_text().splitlines() if line.startswith("flags"))
-    except (OSError, StopIteration):
-        return False
-    return "amx_tile" in flags.split()
 
 
 def has_numa() -> bool:

@@ -22,7 +22,7 @@ from services.cli.machine import find_gpus
 from services.cli.sources import JsonFlag
 from services.cli.words import print_json
 from shared.config import GatewayConfig
-from shared.engine.native.build import TIMEOUT_S
+from shared.engine.native.build import TIMEOUT_S, cpu_flags
 from shared.engine.vllm.release import find_compiler
 from shared.runtime.child import our_code
 from shared.runtime.realtime import is_allowed
@@ -100,7 +100,7 @@ async def examine(gateway: str, access: Access, *, wants_vllm: bool) -> Sections
             checks.check_vllm(
                 torch,
                 is_wanted=wants_vllm,
-                has_amx=checks.has_amx(),
+                has_amx="amx_tile" in cpu_flags(),
                 has_numa=checks.has_numa(),
                 compiler=find_compiler(),
             ),

@@ -1,13 +1,15 @@
 """Compiling ``kernels.cpp``, once per machine, and finding what was compiled.
 
-    python -m shared.engine.native.build            # all, into this package: images, installs
-    python -m shared.engine.native.build --cache    # all, where the first use puts what it needs
+    python -m shared.engine.native.build             # all, into this package: images, installs
+    python -m shared.engine.native.build --portable  # the same for a wheel (tools/release.py)
+    python -m shared.engine.native.build --cache     # all, where the first use puts what it needs
 
 There is a build for each kind of numbers and each of ``INSTRUCTIONS``. A file's name holds a digest
 of source and flags, so an old build is never used for new code, and its end one of what is before,
 so a damaged one is not used either: to load half a library ends the process. Nothing is tuned to
-the machine it was made on, and all but ``OWN_BITS`` compute the same bits. Raises ``Unavailable``
-with the reason where the kernels cannot be had; the engine then computes the same in torch.
+the machine it was made on (how it is linked is no part of its name), and all but ``OWN_BITS``
+compute the same bits. Raises ``Unavailable`` with the reason where the kernels cannot be had; the
+engine then computes the same in torch.
 """
 
 from __future__ import annotations
@@ -61,10 +63,15 @@ _COMPILE = (
     "-std=c++17", "-O3", "-ffp-contract=off", "-pthread", "-shared", "-fPIC", "-fvisibility=hidden",
 )  # fmt: skip
 
+_PORTABLE = ("-static-libstdc++", "-Wl,--exclude-libs,ALL", "-Wl,--gc-sections", "-s")
+"""For other systems than the compiler's: what is needed of the C++ library is inside, unseen by the
+process's others, and nothing else of it, which would want a newer glibc."""
+
 TIMEOUT_S = 60.0
 """Of a compiler, which takes 2 s where it works."""
 
 _DIGEST_BYTES = 32
+_NAME_DIGITS = 16
 
 
 class Unavailable(Exception):
@@ -72,8 +79,8 @@ class Unavailable(Exception):
 
 
 class NotMade(Unavailable):
-    """The compiler does not make these, or Linux does not grant what they compute with; those of
-    lesser instructions may be had."""
+    """There is no compiler, it does not make these, or Linux does not grant what they compute with;
+    those of lesser instructions may be had."""
 
 
 class NoPlace(Unavailable):
@@ -96,30 +103,42 @@ def _helpful(numbers: str) -> list[str]:
     return [it for it in INSTRUCTIONS if numbers == "bfloat16" or it not in _BFLOAT16_ALONE]
 
 
-def find_compiled(numbers: str, instructions: str) -> Iterator[Path]:
-    """Where whole compiled kernels lie: what was brought with us first."""
+def find_compiled(numbers: str, instructions: str) -> Iterator[tuple[Path, str]]:
+    """Where compiled kernels lie, what was brought with us first, each with why it is not to be
+    loaded; '' = it may be."""
     name = _name(numbers, instructions)
     for folder in (HERE, cache_folder("native")):
-        if _is_whole(folder / name):
-            yield folder / name
+        if (path := folder / name).exists():
+            yield path, "" if _is_whole(path) else "it is damaged"
+        elif folder == HERE:
+            for other in folder.glob(f"kernels-{numbers}-{instructions}-{'?' * _NAME_DIGITS}.so"):
+                yield other, "it was made of other sources"
 
 
 def unsupported(instructions: str) -> str:
     """Why this machine cannot run kernels of such instructions; '' if it can."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return f"they are for Linux on x86-64, not {sys.platform} on {platform.machine()}"
-    flags = _cpu_flags()
+    flags = cpu_flags()
     if missing := [flag for flag in INSTRUCTIONS[instructions] if flag not in flags]:
         return f"this CPU lacks {', '.join(missing)}"
     return ""
 
 
-def compile_into(folder: Path, numbers: str, instructions: str, *, anew: bool = False) -> Path:
+def compile_into(
+    folder: Path,
+    numbers: str,
+    instructions: str,
+    *,
+    anew: bool = False,
+    portable: bool = False,
+) -> Path:
     """Compile into ``folder``; processes that ask at the same time wait for the first, and believe
-    it if it had to give up. anew: what is there cannot be used on this machine.
+    it if it had to give up. anew: what is there cannot be used on this machine. portable: for other
+    systems, too.
 
-    Raises Unavailable: no compiler. NotMade: it makes no such kernels. NoPlace: the folder cannot
-    be written, or is mounted noexec.
+    Raises Unavailable: the compiler hangs. NotMade: there is none, or it makes no such kernels.
+    NoPlace: the folder cannot be written, or is mounted noexec.
     """
     compiler = _compiler()
     target = folder / _name(numbers, instructions)
@@ -138,7 +157,8 @@ def compile_into(folder: Path, numbers: str, instructions: str, *, anew: bool = 
             try:
                 with tempfile.TemporaryDirectory(dir=folder) as scratch:
                     made = Path(scratch) / target.name
-                    _compile(compiler, _options(numbers, instructions), made)
+                    options = _options(numbers, instructions)
+                    _compile(compiler, [*options, *_PORTABLE] if portable else options, made)
                     code = made.read_bytes()
                     made.write_bytes(code + _digest(code))
                     made.replace(target)
@@ -217,7 +237,7 @@ def _compiler() -> list[str]:
         program, *words = shlex.split(asked)
         if found := shutil.which(program):
             return [found, *words]
-    raise Unavailable("there is no C++ compiler (install g++, or set CXX)")
+    raise NotMade("there is no C++ compiler (install g++, set CXX, or take the wheel with kernels)")
 
 
 def _options(numbers: str, instructions: str) -> list[str]:
@@ -230,12 +250,13 @@ def _name(numbers: str, instructions: str) -> str:
     digest = hashlib.sha256(" ".join(_options(numbers, instructions)).encode())
     for source in SOURCES:
         digest.update(source.read_bytes())
-    return f"kernels-{numbers}-{instructions}-{digest.hexdigest()[:16]}.so"
+    return f"kernels-{numbers}-{instructions}-{digest.hexdigest()[:_NAME_DIGITS]}.so"
 
 
-def _cpu_flags() -> frozenset[str]:
+def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    """Return what this CPU has, as Linux calls it; nothing where it does not say."""
     try:
-        with open("/proc/cpuinfo") as file:
+        with cpuinfo.open() as file:
             for line in file:
                 if line.startswith("flags"):
                     return frozenset(line.split(":", 1)[1].split())
@@ -248,12 +269,13 @@ def main() -> None:
     """Compile all for an image or an install: no CPU of their kind is needed for that."""
     parser = argparse.ArgumentParser(description="Compile pdmesh's native CPU kernels.")
     parser.add_argument("--cache", action="store_true", help=f"into {cache_folder('native')}")
+    parser.add_argument("--portable", action="store_true", help="for other systems, too")
     asked = parser.parse_args()
     folder = cache_folder("native") if asked.cache else HERE
     try:
         for numbers in NUMBERS:
             for instructions in _helpful(numbers):
-                print(compile_into(folder, numbers, instructions))
+                print(compile_into(folder, numbers, instructions, portable=asked.portable))
     except Unavailable as error:
         sys.exit(f"native kernels: {error}")
 

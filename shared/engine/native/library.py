@@ -100,12 +100,14 @@ class HeadStruct(Structure):
 
 
 class Library:
-    """The kernels for numbers of one kind, loaded. instructions: see ``build``. shortfall: what
-    could be better about them, '' if nothing. Raises OSError, build.NotMade."""
+    """The kernels for numbers of one kind, loaded. instructions: see ``build``. origin: of the
+    file, for people. shortfall: what could be better about them, '' if nothing. Raises OSError,
+    build.NotMade."""
 
-    def __init__(self, path: str, dtype: torch.dtype, instructions: str) -> None:
+    def __init__(self, path: str, dtype: torch.dtype, instructions: str, origin: str) -> None:
         self.dtype = dtype
         self.instructions = instructions
+        self.origin = origin
         self.shortfall = ""
         handle = self._handle = ctypes.CDLL(path)
         if error := handle.pd_prepare():
@@ -197,10 +199,11 @@ def load(dtype: torch.dtype, instructions: str = "") -> Library:
 
 
 class AvailableKernels(NamedTuple):
-    """How it stands with these kernels on this machine: what bfloat16 and float32 are computed by,
-    or why they are not (''), and what could be better ('')."""
+    """How it stands with these kernels on this machine: what bfloat16 and float32 are computed by
+    and where that is from, or why they are not (''), and what could be better ('')."""
 
     instructions: Mapping[str, str]
+    origin: str
     reason: str
     shortfall: str
 
@@ -210,9 +213,11 @@ def available() -> AvailableKernels:
     try:
         found = {numbers: load(getattr(torch, numbers)) for numbers in build.NUMBERS}
     except build.Unavailable as error:
-        return AvailableKernels({}, str(error), "")
+        return AvailableKernels({}, "", str(error), "")
     chosen = {numbers: kernels.instructions for numbers, kernels in found.items()}
-    return AvailableKernels(chosen, "", next(iter(found.values())).shortfall)
+    origins = dict.fromkeys(kernels.origin for kernels in found.values())
+    shortfall = next(iter(found.values())).shortfall
+    return AvailableKernels(chosen, ", ".join(origins), "", shortfall)
 
 
 @cache
@@ -225,6 +230,7 @@ def _found(dtype: torch.dtype, instructions: str) -> Library | str:
     for name in names:
         try:
             found = _load(dtype, numbers, name)
+            _log.info("native kernels loaded", kernels=f"{numbers} by {name}", outcome=found.origin)
             if reasons:
                 found.shortfall = f"not by {names[0]}: {reasons[0]}"
                 _log.warning("native kernels could be quicker", reason=found.shortfall)
@@ -237,16 +243,19 @@ def _found(dtype: torch.dtype, instructions: str) -> Library | str:
 
 
 def _load(dtype: torch.dtype, numbers: str, instructions: str) -> Library:
-    def opened(path: Path) -> Library:
-        return Library(str(path), dtype, instructions)
+    def opened(path: Path, origin: str = "compiled now") -> Library:
+        return Library(str(path), dtype, instructions, origin)
 
     is_unusable = False
-    for path in build.find_compiled(numbers, instructions):
-        try:
-            return opened(path)
-        except OSError as error:  # made where other libraries are
-            is_unusable = True
-            _log.info("compiled kernels cannot be loaded here, made anew", reason=str(error))
+    for path, reason in build.find_compiled(numbers, instructions):
+        if not reason:
+            is_brought = path.parent == build.HERE
+            try:
+                return opened(path, "brought with pdmesh" if is_brought else "from the cache")
+            except OSError as error:  # made where other libraries are
+                is_unusable = True
+                reason = str(error)
+        _log.warning("compiled kernels passed over", file=str(path), reason=reason)
     folder = cache_folder("native")
     try:
         try:

@@ -16,6 +16,7 @@ from services.cli.doctor.finding import Finding, absent, lines_of, right, wrong
 from services.cli.doctor.gateway_checks import judge_cluster
 from services.cli.doctor.machine_checks import Facts
 from shared import grammar
+from shared.engine.native.build import cpu_flags
 from shared.engine.vllm.release import find_compiler
 from shared.errors import InvalidRequest
 from shared.version import VERSION
@@ -190,10 +191,10 @@ def test_what_vllms_cpu_build_needs_is_looked_for(
     """The CPU's flags, a library, a compiler by CXX or by name."""
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("processor : 0\nflags : fpu avx512f amx_tile amx_int8\n")
-    assert checks.has_amx(cpuinfo)
+    assert cpu_flags(cpuinfo) >= {"avx512f", "amx_tile"}
     cpuinfo.write_text("processor : 0\nflags : fpu avx512f amx_tiles\n")
-    assert not checks.has_amx(cpuinfo)
-    assert not checks.has_amx(tmp_path / "none")
+    assert "amx_tile" not in cpu_flags(cpuinfo)
+    assert not cpu_flags(tmp_path / "none")
     assert isinstance(checks.has_numa(), bool)
     compiler = tmp_path / "clang++"
     compiler.write_text("#!/bin/sh\n")
@@ -205,6 +206,18 @@ def test_what_vllms_cpu_build_needs_is_looked_for(
     assert find_compiler() == str(compiler)
     compiler.unlink()
     assert find_compiler() == ""
+
+
+def test_kernels_are_told_with_where_they_are_from() -> None:
+    """And which of them compute bits of their own."""
+    told = {"origin": "brought with pdmesh", "reason": "", "shortfall": ""}
+    by = {"bfloat16": "avx512", "float32": "avx512"}
+    for bfloat16, where in (("avx512", ""), ("amx", " (bfloat16: with AMX)")):
+        native = {**told, "instructions": {**by, "bfloat16": bfloat16}}
+        finding = checks.check_kernels({"native": native})
+        assert verdict(finding) == "right"
+        text = f"native: bfloat16 by {bfloat16}, float32 by avx512, brought with pdmesh"
+        assert finding.text == f"{text}; the same bits on any CPU{where}"
 
 
 def test_limits_are_judged_by_what_needs_them(tmp_path: Path) -> None:
