@@ -123,9 +123,9 @@ class End:
             plan = self.running.plan()
             if plan.num_prefill_tokens == 0:
                 break
-            self.running.commit(plan, await self.compute.step(plan.rows))
+            self.running.commit(plan, await self.compute.begin(plan.rows).results())
         # The plan is made and cannot be taken back: run it, so that decoding goes on after it.
-        self.running.commit(plan, await self.compute.step(plan.rows))
+        self.running.commit(plan, await self.compute.begin(plan.rows).results())
         self.rows = job["rows"]
         return {}
 
@@ -160,7 +160,7 @@ class End:
         """The loop has begun one more step, or two: run them again, they write the same, and take
         them."""
         while (plan := self.running._plan) is not None:
-            self.running.commit(plan, await self.compute.step(plan.rows))
+            self.running.commit(plan, await self.compute.begin(plan.rows).results())
 
     async def prefill(self, job: dict[str, Any]) -> dict[str, Any]:
         took: list[float] = []
@@ -171,7 +171,7 @@ class End:
             scheduler.add(sequence)
             while scheduler.unfinished:
                 plan = scheduler.plan()
-                scheduler.commit(plan, await self.compute.step(plan.rows))
+                scheduler.commit(plan, await self.compute.begin(plan.rows).results())
             took.append(time.perf_counter() - began_at)
         return {"seconds": took[1:]}
 

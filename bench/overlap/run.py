@@ -165,7 +165,7 @@ class Prefill:
         """Compute one prompt, pushing as the mode says; times in seconds."""
         began_at = time.perf_counter()
         if mode == "compute":
-            await self._compute.step([], lambda num_layers: None)
+            await self._compute.begin([], (), lambda num_layers: None).results()
             return {"compute_s": self._engine.last_layer_at - began_at}
         request_id = RequestId(next(self._numbers).to_bytes(16, "little"))
         handle = self._pusher.begin(
@@ -176,7 +176,7 @@ class Prefill:
         )
         self._pusher.mode = TransferMode(mode)
         handle.span(0, self._num_tokens, compute_s=self.compute_s)
-        await self._compute.step([], handle.layers_ready)
+        await self._compute.begin([], (), handle.layers_ready).results()
         handle.commit(1)
         stats = await handle.wait()
         acked_at = time.perf_counter()

@@ -49,12 +49,9 @@ class QueuedStep(Protocol):
         ...
 
 
-class PreparedStep(Protocol):
-    """A step that may be launched, or let be. Compute thread only."""
-
-    def launch(self) -> QueuedStep:
-        """Queue it behind the step launched last; once. Raises EngineFailed: the device failed."""
-        ...
+Launch = Callable[[], QueuedStep]
+"""Queues a step that is ready behind the one launched last; called once, or let be. Compute thread
+only. Raises EngineFailed: the device failed."""
 
 
 class Engine(Protocol):
@@ -89,7 +86,7 @@ class Engine(Protocol):
         """
         ...
 
-    def prepare(self, rows: Sequence[StepRow], to_come: ToCome = ()) -> PreparedStep | None:
+    def prepare(self, rows: Sequence[StepRow], to_come: ToCome = ()) -> Launch | None:
         """Make a step ready that can be queued before the one launched last has ended, whose
         results were not read yet; None: only ``step`` runs it.
 

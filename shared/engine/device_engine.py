@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shared.engine.base import Buffer, Engine, PreparedStep, QueuedStep
+from shared.engine.base import Buffer, Engine, QueuedStep
 from shared.engine.device import page_lock
 from shared.engine.failures import DeviceFailures
 from shared.engine.gpu.streams import Passing, Streams
@@ -21,16 +21,6 @@ from shared.errors import LocalProtocolError
 from shared.kv.layout import KvLayout
 from shared.model_spec import ModelSpec
 from shared.step import RowResult
-
-
-class PreparedOnDevice(PreparedStep):
-    """A step that ``launch`` queues."""
-
-    def __init__(self, launch: Callable[[], QueuedOnDevice]) -> None:
-        self._launch = launch
-
-    def launch(self) -> QueuedStep:
-        return self._launch()
 
 
 class QueuedOnDevice(QueuedStep):

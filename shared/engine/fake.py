@@ -309,6 +309,10 @@ class FakeEngine(Engine):
             return super().expect(grammar)
         return self._guides.expect(grammar)
 
+    def close(self) -> None:
+        if self._guides is not None:
+            self._guides.close()
+
     def pool_arrays(self) -> Sequence[np.ndarray]:
         """See Engine: keys and values of every layer."""
         return [part for layer in self._pool for part in layer]

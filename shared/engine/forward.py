@@ -12,10 +12,9 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from shared.engine.base import OnLayer
-from shared.engine.gpu.streams import Passing
+from shared.engine.base import OnLayer, QueuedStep
 from shared.engine.sampling.guides import Masks
-from shared.step import RowResult, StepRow, ToCome
+from shared.step import StepRow, ToCome
 
 
 class Passed(NamedTuple):
@@ -40,20 +39,6 @@ Choose = Callable[[torch.Tensor], torch.Tensor]
 """Queues the choice of a token id, int64 ``[num_rows]``, by logits ``[num_rows, vocab_size]``."""
 
 
-class Queued(NamedTuple):
-    """A step in a device's queue. ending: before its last product. token_ids: on the host, there
-    once ``done`` is passed."""
-
-    ending: Passing
-    token_ids: torch.Tensor
-    done: Passing
-
-    def results(self) -> list[RowResult]:
-        """Wait until it is done."""
-        self.done.synchronize()
-        return [RowResult(token_id) for token_id in self.token_ids.tolist()]
-
-
 class Forward(Protocol):
     """A loaded model with its KV pool: rows in, hidden states and KV out."""
 
@@ -64,7 +49,7 @@ class Forward(Protocol):
 
     def prepare(
         self, rows: Sequence[StepRow], to_come: ToCome
-    ) -> Callable[[Choose], Queued] | None:
+    ) -> Callable[[Choose], QueuedStep] | None:
         """Make a step ready whose rows all sample; None: it cannot be queued behind another. Who
         calls what is returned queues it; see ``base.Engine.prepare``."""
         return None

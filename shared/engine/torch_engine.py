@@ -20,10 +20,10 @@ import torch
 from shared.engine.attention.base import AttentionBackend
 from shared.engine.attention.sdpa import SdpaAttention
 from shared.engine.attention.triton import TritonAttention
-from shared.engine.base import DEFAULT_BLOCK_SIZE, DEFAULT_CPU_KV_BYTES, OnLayer, PreparedStep
+from shared.engine.base import DEFAULT_BLOCK_SIZE, DEFAULT_CPU_KV_BYTES, Launch, OnLayer, QueuedStep
 from shared.engine.computing import choose, keep_precision
 from shared.engine.device import current, name_of, require_shareable_memory, resolve_device
-from shared.engine.device_engine import DeviceEngine, PreparedOnDevice, QueuedOnDevice
+from shared.engine.device_engine import DeviceEngine
 from shared.engine.failures import DeviceFailures
 from shared.engine.forward import Forward, Passed
 from shared.engine.gpu.decode_buckets import DecodeBuckets
@@ -267,7 +267,7 @@ class TorchEngine(DeviceEngine):
             passed = self.forward.run(rows, wanted.samples, on_layer)
             return self._results(wanted, passed, None if guided is None else guided.result())
 
-    def prepare(self, rows: Sequence[StepRow], to_come: ToCome = ()) -> PreparedStep | None:
+    def prepare(self, rows: Sequence[StepRow], to_come: ToCome = ()) -> Launch | None:
         """See Engine: replayed steps whose tokens are chosen without the host."""
         specs: list[SampleSpec] = []
         for row in rows:
@@ -280,12 +280,11 @@ class TorchEngine(DeviceEngine):
             return None
         choose = partial(sampler.choose, specs=specs, eos_token_ids=self.spec.eos_token_ids)
 
-        def launch() -> QueuedOnDevice:
+        def launch() -> QueuedStep:
             with DeviceFailures("a step"), torch.inference_mode(), self._streams.queueing():
-                queued = queue(choose)
-            return QueuedOnDevice(queued.ending, queued.results)
+                return queue(choose)
 
-        return PreparedOnDevice(launch)
+        return launch
 
     @property
     def machine(self) -> Mapping[str, str]:
@@ -319,10 +318,9 @@ class TorchEngine(DeviceEngine):
             eos = self.spec.eos_token_ids
             guide = None if masks is None else partial(passed.deny, masks)
             with torch.inference_mode():
-                drawn = sampler.sample(
+                sampled = sampler.sample(
                     passed.logits(), wanted.specs, eos_token_ids=eos, guide=guide
                 )
-            sampled = [RowResult(*one) for one in drawn]
         for place, reason in masks.failures.items() if masks is not None else ():
             sampled[place] = sampled[place]._replace(failure=reason)
         results = sampled

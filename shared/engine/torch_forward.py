@@ -11,14 +11,15 @@ import torch
 from shared.engine.attention.base import AttentionBackend
 from shared.engine.base import OnLayer
 from shared.engine.batch import flatten_rows
-from shared.engine.forward import Choose, Passed, Queued
+from shared.engine.device_engine import QueuedOnDevice
+from shared.engine.forward import Choose, Passed
 from shared.engine.gpu.decode_buckets import DecodeBuckets
 from shared.engine.gpu.streams import Streams
 from shared.engine.gpu.upload import to_device, to_host
 from shared.engine.memory.paged_kv import PagedKv
 from shared.engine.models.decoder import Decoder
 from shared.engine.sampling.sampler import deny
-from shared.step import StepRow, ToCome
+from shared.step import RowResult, StepRow, ToCome
 
 
 class TorchForward:
@@ -66,19 +67,25 @@ class TorchForward:
 
     def prepare(
         self, rows: Sequence[StepRow], to_come: ToCome
-    ) -> Callable[[Choose], Queued] | None:
+    ) -> Callable[[Choose], QueuedOnDevice] | None:
         buckets = self.buckets
         filled = None if buckets is None else buckets.fill(rows, to_come)
         if buckets is None or filled is None:
             return None
 
-        def queue(choose: Choose) -> Queued:
+        def queue(choose: Choose) -> QueuedOnDevice:
             hidden = buckets.launch(filled)
             ending = self._streams.mark()
             token_ids = choose(self._decoder.logits(hidden))
             buckets.keep(token_ids)
             on_host = to_host(token_ids)
-            return Queued(ending, on_host, self._streams.mark())
+            done = self._streams.mark()
+
+            def read() -> list[RowResult]:
+                done.synchronize()
+                return [RowResult(token_id) for token_id in on_host.tolist()]
+
+            return QueuedOnDevice(ending, read)
 
         return queue
 

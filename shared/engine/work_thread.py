@@ -31,7 +31,7 @@ class WorkThread:
     """Starts with its first work. ``run`` is for a loop's thread, ``close`` for any."""
 
     def __init__(self, name: str, prepare: Callable[[], None] = lambda: None) -> None:
-        """prepare: called on the thread before all work."""
+        """prepare: called on the thread before all work, which fails with what it raises."""
         self._name = name
         self._prepare = prepare
         self._queue: SimpleQueue[_Work | None] = SimpleQueue()
@@ -66,11 +66,17 @@ class WorkThread:
             self._thread.join()
 
     def _main(self) -> None:
-        self._prepare()
+        unprepared = None
+        try:
+            self._prepare()
+        except BaseException as raised:
+            unprepared = raised
         while (item := self._queue.get()) is not None:
             loop, future, work = item
             result, error = None, None
             try:
+                if unprepared is not None:  # told to who waits: a dead thread would tell nobody
+                    raise unprepared
                 result = work()
             except BaseException as raised:
                 error = raised
@@ -101,6 +107,10 @@ async def run_and_end(name: str, work: Callable[[], T]) -> T:
     Cancelling this wait does not end ``work``.
     """
     thread = WorkThread(name)
-    result = await thread.run(work)
+    try:
+        result = await thread.run(work)
+    except BaseException:
+        thread.end()
+        raise
     thread.close()
     return result

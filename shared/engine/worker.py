@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
-from shared.engine.base import Engine, PreparedStep, QueuedStep
+from shared.engine.base import Engine, Launch, QueuedStep
 from shared.engine.work_thread import WorkThread
 from shared.errors import EngineFailed, LocalProtocolError, MeshError
 from shared.step import RowResult, StepRow, ToCome
@@ -58,7 +58,7 @@ class BegunStep(Protocol):
     async def results(self) -> list[RowResult]:
         """Wait for the results, in row order; once.
 
-        Cancelling this wait does not end the step.
+        Cancelling this wait does not end the step: ``ComputeRunner.close`` waits for it.
         Raises EngineFailed: whatever the engine raised; the process should end.
         """
         ...
@@ -81,16 +81,6 @@ class ComputeRunner(Protocol):
         without waiting for the loop, and at most one may wait so.
 
         to_come: tokens that its rows lack, taken from the results of that step.
-        """
-        ...
-
-    async def step(
-        self, rows: Sequence[StepRow], on_layers_done: OnLayersDone | None = None
-    ) -> list[RowResult]:
-        """Begin one engine step and wait for its results, in row order.
-
-        Cancelling this wait does not end the step: ``close`` waits for it.
-        Raises EngineFailed: whatever the engine raised; the process should end.
         """
         ...
 
@@ -163,8 +153,8 @@ class ThreadCompute:
             began_at = self._last_at if step.queued is not None else time.perf_counter()
             # Queued and not run, where it can be: then the next one can be queued behind it.
             if step.queued is None and on_layer is None:
-                prepared = self._engine.prepare(rows)
-                step.queued = None if prepared is None else prepared.launch()
+                launch = self._engine.prepare(rows)
+                step.queued = None if launch is None else launch()
             if step.queued is None:
                 self._last = self._engine.step(rows, on_layer)
             else:
@@ -188,7 +178,6 @@ class ThreadCompute:
     def _queue_following(self, running: QueuedStep) -> None:
         """Queue the step that follows the running one as that ends, if it can be queued: so late,
         because until then it may be withdrawn for one that has more rows. Compute thread only."""
-        prepared: PreparedStep | None = None
         looked_at: _ThreadStep | None = None
         while True:
             # Before it is looked at: one that comes meanwhile sets it again.
@@ -196,27 +185,22 @@ class ThreadCompute:
             following = self._following
             if following is not None and following is not looked_at and following.queued is None:
                 looked_at = following
-                prepared = self._prepare(following)
-                if prepared is not None:
+                launch = self._prepare(following)
+                if launch is not None:
                     running.wait_until_ending()
                     if following.claim():
-                        following.queued = prepared.launch()
+                        following.queued = launch()
                         return
                 continue
             if running.is_ending():
                 return
             self._has_following.wait(LOOK_S)
 
-    def _prepare(self, step: _ThreadStep) -> PreparedStep | None:
+    def _prepare(self, step: _ThreadStep) -> Launch | None:
         try:
             return self._engine.prepare(step.rows, step.to_come)
         except LocalProtocolError:
             return None  # whoever waits for it hears of it when it is its turn
-
-    async def step(
-        self, rows: Sequence[StepRow], on_layers_done: OnLayersDone | None = None
-    ) -> list[RowResult]:
-        return await self.begin(rows, (), on_layers_done).results()
 
     async def copy(self, work: Callable[[], T]) -> T:
         return await self._copies.run(work)

@@ -55,7 +55,8 @@ async def _time(
     for rows in steps:
         if found and stopwatch() + REPETITIONS * found[-1].seconds > ends_at:
             break
-        await compute.step(rows)  # kernels are compiled at their first use, caches filled
+        # Kernels are compiled at their first use, and caches filled.
+        await compute.begin(rows).results()
         seconds = [await step_s(compute, rows) for _ in range(REPETITIONS)]
         num_tokens = sum(len(row.token_ids) for row in rows)
         num_attended = sum(attended(row.start, row.stop) for row in rows)

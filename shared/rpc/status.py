@@ -18,7 +18,6 @@ from shared.errors import (
     Forbidden,
     IncompatiblePeer,
     InvalidRequest,
-    InvariantViolated,
     MeshError,
     NotFound,
     RemoteProtocolError,
@@ -156,7 +155,7 @@ def error_from_json(text: str) -> MeshError | None:
     retry_after_s = float(retry) if isinstance(retry, (int, float)) and 0 <= retry < 86400 else 0.0
     # A newer version may know errors that we do not.
     cls = ERROR_TYPES.get(fields["type"], RemoteProtocolError)
-    return (InvariantViolated if fields["type"] == "internal" else cls)(
+    return cls(
         fields["message"],
         param=fields.get("param", ""),
         code=fields.get("code", ""),

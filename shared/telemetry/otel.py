@@ -25,7 +25,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from shared.telemetry.tracing import NO_SPAN, Attributes, SpanKind, Tracer, TraceSpan
+from shared.telemetry.tracing import NO_SPAN, Attributes, Tracer, TraceSpan
 from shared.version import VERSION
 
 _log = structlog.get_logger(__name__)
@@ -33,11 +33,6 @@ _log = structlog.get_logger(__name__)
 FLUSH_S = 2.0
 """Longest wait, at the end of a service, for the collector to take what is left."""
 
-_KINDS = {
-    SpanKind.INTERNAL: trace.SpanKind.INTERNAL,
-    SpanKind.SERVER: trace.SpanKind.SERVER,
-    SpanKind.CLIENT: trace.SpanKind.CLIENT,
-}
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 
@@ -65,18 +60,13 @@ class _Span(TraceSpan):
         began_at: float,
         attributes: Attributes | None = None,
         *,
-        kind: SpanKind = SpanKind.INTERNAL,
+        is_call: bool = False,
     ) -> TraceSpan:
-        return _Span(
-            self._tracer,
-            self._tracer.start_span(
-                name,
-                self._inside,
-                _KINDS[kind],
-                attributes,
-                start_time=_wall_ns(began_at),
-            ),
+        kind = trace.SpanKind.CLIENT if is_call else trace.SpanKind.INTERNAL
+        begun = self._tracer.start_span(
+            name, self._inside, kind, attributes, start_time=_wall_ns(began_at)
         )
+        return _Span(self._tracer, begun)
 
     def phase(
         self, name: str, began_at: float, attributes: Attributes | None = None, *, error: str = ""

@@ -12,21 +12,12 @@ never sees a client's text: attributes are ids, counts, names of ours and error 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import Enum
 
 Value = str | int | float | bool | tuple[str, ...]
 Attributes = Mapping[str, Value]
 
 CANCELLED = "cancelled"
 """The error of a span whose work was given up by the client; others are types of ``MeshError``."""
-
-
-class SpanKind(Enum):
-    """Which side of a call a span is on."""
-
-    INTERNAL = "internal"
-    SERVER = "server"
-    CLIENT = "client"
 
 
 class TraceSpan:
@@ -52,9 +43,9 @@ class TraceSpan:
         began_at: float,
         attributes: Attributes | None = None,
         *,
-        kind: SpanKind = SpanKind.INTERNAL,
+        is_call: bool = False,
     ) -> TraceSpan:
-        """Begin a part of it. began_at: loop time."""
+        """Begin a part of it. began_at: loop time. is_call: it is what others do for us."""
         return self
 
     def phase(

@@ -323,7 +323,7 @@ def _become(order: dict[str, Any], files: list[int], server: dict[str, str]) -> 
     for name, value in added.items():  # what imports leave behind
         if not name.startswith("UCX_"):
             os.environ.setdefault(name, value)
-    failpoints._armed.update(failpoints._armed_from_environment())
+    failpoints.arm()
     is_unbuffered = "PYTHONUNBUFFERED" in os.environ
     sys.stdin = os.fdopen(0, closefd=False)
     sys.stdout = io.TextIOWrapper(

@@ -249,7 +249,7 @@ def _step_ahead(engine: Any, steps: list[list[StepRow]]) -> list[list[RowResult]
                 rows[idx] = row._replace(token_ids=to_come[-1][0])
             elif at in tokens:
                 rows[idx] = row._replace(token_ids=[tokens[at]])
-        following = engine.prepare(rows, to_come).launch()
+        following = engine.prepare(rows, to_come)()
         if running is not None:
             found.append(running.results())
             fill_in(to_come, found[-1])

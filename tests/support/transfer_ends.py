@@ -45,9 +45,6 @@ class VirtualCopies:
             await asyncio.sleep(self._rng.random() * COPY_S)
             return work()
 
-    async def step(self, rows: Any, on_layers_done: Any = None) -> Any:
-        raise NotImplementedError
-
     async def close(self) -> None:
         pass
 

@@ -47,12 +47,6 @@ class VirtualCompute:
         """See ComputeRunner."""
         return _VirtualStep(lambda: self._run(rows, to_come, on_layers_done))
 
-    async def step(
-        self, rows: Sequence[StepRow], on_layers_done: OnLayersDone | None = None
-    ) -> list[RowResult]:
-        """See ComputeRunner."""
-        return await self.begin(rows, (), on_layers_done).results()
-
     async def _run(
         self, rows: Sequence[StepRow], to_come: ToCome, on_layers_done: OnLayersDone | None
     ) -> tuple[list[RowResult], StepDone]:

@@ -19,7 +19,7 @@ from shared.runtime.loops import loop_time
 from shared.schedule.plan import PromptTimes
 from shared.telemetry.lifetime import Marks, Receipt, receipt_of
 from shared.telemetry.moments import Moment, note
-from shared.telemetry.tracing import CANCELLED, NO_SPAN, SpanKind, TraceSpan
+from shared.telemetry.tracing import CANCELLED, NO_SPAN, TraceSpan
 
 
 class Transfer(NamedTuple):
@@ -148,7 +148,7 @@ class Timeline:
         prefill, decode = self._workers
         workers = {"pdmesh.prefill": prefill, "pdmesh.decode": decode}
         self._attempt = self._span.begin(
-            "attempt", now, {"pdmesh.attempt": self._attempts, **workers}, kind=SpanKind.CLIENT
+            "attempt", now, {"pdmesh.attempt": self._attempts, **workers}, is_call=True
         )
         return self._attempt.context
 

@@ -79,11 +79,6 @@ class Decoder:
         self._rotary = RotaryEmbedding(config.rope, config.head_dim, embedding.device)
 
     @property
-    def dtype(self) -> torch.dtype:
-        """What activations and KV are computed in."""
-        return self._embedding.dtype
-
-    @property
     def weights(self) -> Iterable[torch.Tensor]:
         """All tensors, for tests that check what a worker really runs in."""
         yield self._embedding

@@ -17,7 +17,6 @@ number lies within that noise of a border. For the same reason filters keep or d
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +25,7 @@ from shared.engine.gpu.upload import to_device
 from shared.engine.sampling.guides import Masks
 from shared.engine.sampling.philox import uniforms
 from shared.request import GREEDY_BELOW, SamplingParams, TokenLogprobs
-from shared.step import SampleSpec
+from shared.step import RowResult, SampleSpec
 
 _NUCLEUS_GUESS = 1024
 """Sorted candidates looked at before top-p sorts the whole vocabulary."""
@@ -38,13 +37,6 @@ _ADDED = np.where(
 )
 """What a byte of a mask adds to eight logits. Ten times as quick as torch's ``masked_fill_`` on a
 CPU, whose branches a grammar's mask makes hard to guess."""
-
-
-class Sampled(NamedTuple):
-    """The outcome for one row."""
-
-    token_id: int
-    logprobs: TokenLogprobs | None
 
 
 def is_greedy(params: SamplingParams) -> bool:
@@ -88,7 +80,7 @@ def sample(
     *,
     eos_token_ids: frozenset[int],
     guide: Callable[[], None] | None = None,
-) -> list[Sampled]:
+) -> list[RowResult]:
     """Choose one token per row.
 
     logits: float32 ``[len(specs), vocab_size]``; overwritten. guide: does as ``deny`` with masks of
@@ -97,7 +89,7 @@ def sample(
     asked = [row for row, spec in enumerate(specs) if spec.params.logprobs is not None]
     if not asked:
         token_ids = choose(logits, specs, eos_token_ids=eos_token_ids, guide=guide)
-        return [Sampled(token_id, None) for token_id in token_ids.tolist()]
+        return [RowResult(token_id) for token_id in token_ids.tolist()]
     # First: all that follows overwrites the logits.
     places = _numbers(asked, np.int64, logits.device)
     raw = logits.index_select(0, places).log_softmax(dim=-1)
@@ -105,7 +97,7 @@ def sample(
     num_top = [specs[row].params.logprobs or 0 for row in asked]
     entries = _read(raw, token_ids.index_select(0, places), num_top)
     told = dict(zip(asked, entries, strict=True))
-    return [Sampled(token_id, told.get(row)) for row, token_id in enumerate(token_ids.tolist())]
+    return [RowResult(token_id, told.get(row)) for row, token_id in enumerate(token_ids.tolist())]
 
 
 def choose(

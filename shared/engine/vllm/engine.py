@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from shared.engine.base import OnLayer, PreparedStep
+from shared.engine.base import Launch, OnLayer
 from shared.engine.device import name_of
-from shared.engine.device_engine import DeviceEngine, PreparedOnDevice, QueuedOnDevice
+from shared.engine.device_engine import DeviceEngine, QueuedOnDevice
 from shared.engine.failures import DeviceFailures
 from shared.engine.gpu.streams import Streams
 from shared.engine.memory.paged_kv import check_blocks
@@ -108,7 +108,7 @@ class VllmEngine(DeviceEngine):
             results[idx] = results[idx]._replace(failure=mask.failure)
         return results
 
-    def prepare(self, rows: Sequence[StepRow], to_come: ToCome = ()) -> PreparedStep | None:
+    def prepare(self, rows: Sequence[StepRow], to_come: ToCome = ()) -> Launch | None:
         """See Engine: steps of single tokens, chosen without the host, over the runner that leaves
         them on the device."""
         if not self._queues:
@@ -121,7 +121,7 @@ class VllmEngine(DeviceEngine):
         self._check(rows, to_come)
         if not self._rows.follow(rows, to_come):
             return None
-        return PreparedOnDevice(partial(self._launch, rows, to_come))
+        return partial(self._launch, rows, to_come)
 
     def _launch(self, rows: Sequence[StepRow], to_come: ToCome) -> QueuedOnDevice:
         step = self._rows.plan(rows, to_come=to_come)

@@ -21,7 +21,8 @@ async def test_a_step_takes_its_modelled_time_spread_over_its_layers() -> None:
     loop = asyncio.get_running_loop()
     engine = FakeEngine(num_blocks=4, timing=FakeTiming(base_s=1.0, prefill_token_s=0.0))
     seen: list[tuple[int, float]] = []
-    await VirtualCompute(engine).step([ROW], lambda n: seen.append((n, loop.time())))
+    step = VirtualCompute(engine).begin([ROW], (), lambda n: seen.append((n, loop.time())))
+    await step.results()
     assert [n for n, _ in seen] == [1, 2, 3, 4]
     assert [at for _, at in seen] == pytest.approx([0.25, 0.5, 0.75, 1.0])
     assert loop.time() == pytest.approx(1.0)
@@ -34,7 +35,7 @@ async def test_copies_take_their_time_beside_a_step() -> None:
     engine = FakeEngine(num_blocks=4, timing=FakeTiming(base_s=1.0, prefill_token_s=0.0))
     compute = VirtualCompute(engine, copy_s=0.3)
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(compute.step([ROW]))
+        tasks.create_task(compute.begin([ROW]).results())
         assert await compute.copy(lambda: 7) == 7
         assert loop.time() == pytest.approx(0.3)
     assert loop.time() == pytest.approx(1.0)
@@ -50,4 +51,4 @@ async def test_an_engine_that_raises_is_a_failed_engine() -> None:
 
     engine.step = broken  # type: ignore[method-assign, assignment]
     with pytest.raises(EngineFailed, match="device lost"):
-        await VirtualCompute(engine).step([ROW])
+        await VirtualCompute(engine).begin([ROW]).results()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from shared.engine.base import OnLayer, PreparedStep, QueuedStep
+from shared.engine.base import Launch, OnLayer, QueuedStep
 from shared.engine.fake import FakeEngine
 from shared.engine.work_thread import WorkThread, run_and_end
 from shared.engine.worker import ThreadCompute
@@ -52,16 +52,15 @@ class _Queue(FakeEngine):
         self.ended = threading.Semaphore(0)
         self.error: Exception | None = None
 
-    def prepare(self, rows: Sequence[StepRow], to_come: ToCome = ()) -> PreparedStep | None:
+    def prepare(self, rows: Sequence[StepRow], to_come: ToCome = ()) -> Launch | None:
         if len(rows) > 1:
             return None
         engine, name = self, f"{rows[0].start}"
         self.notes.append(f"prepare {name}")
 
-        class Step(PreparedStep, QueuedStep):
-            def launch(self) -> QueuedStep:
+        class Step(QueuedStep):
+            def __init__(self) -> None:
                 engine.notes.append(f"launch {name}")
-                return self
 
             def is_ending(self) -> bool:
                 return engine.ending.is_set()
@@ -76,7 +75,7 @@ class _Queue(FakeEngine):
                     raise engine.error
                 return [RowResult(10 + int(name))]
 
-        return Step()
+        return Step
 
     def step(self, rows: Sequence[StepRow], on_layer: OnLayer | None = None) -> list[RowResult]:
         self.notes.append(f"step {rows[0].start} of {[row.token_ids[0] for row in rows]}")
@@ -176,7 +175,7 @@ async def test_layer_events_come_on_the_loop_in_order_and_all_before_the_step_re
         threads.append(threading.get_ident())
         engine.go_on.release()
 
-    await compute.step([ROW], on_layers_done)
+    await compute.begin([ROW], (), on_layers_done).results()
     await compute.close()
     assert seen == list(range(1, engine.layout.num_layers + 1))
     assert set(threads) == {threading.get_ident()}
@@ -190,7 +189,7 @@ async def test_layers_that_the_loop_was_too_busy_for_come_in_one_call() -> None:
     seen: list[int] = []
     engine.go_on.release(engine.layout.num_layers)
     async with asyncio.TaskGroup() as tasks:
-        step = tasks.create_task(compute.step([ROW], seen.append))
+        step = tasks.create_task(compute.begin([ROW], (), seen.append).results())
         await asyncio.sleep(0)  # the step is on its thread now
         barrier = threading.Event()
         compute._steps.run(barrier.set)  # runs after the step
@@ -232,7 +231,7 @@ async def test_copies_run_beside_a_step() -> None:
     engine = _Gate()
     compute = ThreadCompute(engine)
     async with asyncio.TaskGroup() as tasks:
-        step = tasks.create_task(compute.step([ROW]))
+        step = tasks.create_task(compute.begin([ROW]).results())
         name = await compute.copy(lambda: threading.current_thread().name)
         assert not step.done()
         engine.go_on.release(engine.layout.num_layers)
@@ -255,7 +254,7 @@ async def test_an_engine_that_raises_fails_the_step_with_a_typed_error(
 
     compute = ThreadCompute(Broken(num_blocks=8))
     with pytest.raises(seen):
-        await compute.step([ROW])
+        await compute.begin([ROW]).results()
     await compute.close()
 
 
@@ -266,7 +265,7 @@ async def test_close_waits_for_a_step_whose_waiter_was_cancelled() -> None:
     results: list[str] = []
     finish: Callable[[int], None] = lambda _: results.append("layer")  # noqa: E731
     async with asyncio.TaskGroup() as tasks:
-        step = tasks.create_task(compute.step([ROW], finish))
+        step = tasks.create_task(compute.begin([ROW], (), finish).results())
         await asyncio.sleep(0)
         step.cancel()
         closing = tasks.create_task(compute.close())
@@ -325,7 +324,24 @@ async def test_who_loads_leaves_no_thread_behind() -> None:
     assert not seen[0].is_alive()
 
     def fail() -> None:
+        seen.append(threading.current_thread())
         raise KeyError("no model")
 
     with pytest.raises(KeyError, match="no model"):
         await run_and_end("load", fail)
+    await asyncio.to_thread(seen[1].join, 30)
+    assert not seen[1].is_alive()
+
+
+async def test_who_waits_hears_that_a_thread_could_not_be_prepared() -> None:
+    """Every one, with the reason: a thread that died of it would leave them waiting for ever."""
+
+    def refuse() -> None:
+        raise PermissionError("no priority")
+
+    thread = WorkThread("t", refuse)
+    async with asyncio.timeout(30):
+        for _ in range(2):
+            with pytest.raises(PermissionError, match="no priority"):
+                await thread.run(list)
+    await asyncio.to_thread(thread.close)

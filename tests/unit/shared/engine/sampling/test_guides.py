@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from services.gateway.text.grammars import Structure, text_of
+from shared.engine.fake import FakeEngine
 from shared.engine.sampling.guides import Guides, Masks
 from shared.errors import InvalidRequest, LocalProtocolError
 from shared.request import SamplingParams
@@ -189,11 +191,22 @@ def test_what_waited_for_its_grammar_has_it_in_its_first_step(
 
 def test_an_engine_without_a_tokenizer_says_so() -> None:
     """One typed error, before any work."""
-    from shared.engine.fake import FakeEngine
-
     with pytest.raises(InvalidRequest) as refused:
         FakeEngine().expect(a_grammar(True))
     assert refused.value.code == "unsupported"
+
+
+def test_a_closed_engine_leaves_no_thread_of_grammars(guides: Guides) -> None:
+    """A process that ends would wait for a grammar that nobody wants any more."""
+    before = {*threading.enumerate()}
+    engine = FakeEngine(guides=guides)
+    engine.expect(a_grammar(PERSON)).result()
+    own = {*threading.enumerate()} - before
+    assert own
+    engine.close()
+    for thread in own:
+        thread.join(30)
+        assert not thread.is_alive()
 
 
 def test_a_mark_may_come_as_one_token_or_spelled(guides: Guides) -> None:

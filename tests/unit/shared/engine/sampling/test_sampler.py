@@ -15,7 +15,6 @@ torch = pytest.importorskip("torch")
 
 from shared.engine.sampling.guides import Masks  # noqa: E402
 from shared.engine.sampling.sampler import (  # noqa: E402
-    Sampled,
     deny,
     is_plain_greedy,
     logprobs_of,
@@ -23,7 +22,7 @@ from shared.engine.sampling.sampler import (  # noqa: E402
 )
 from shared.messages.columns import pack_u32  # noqa: E402
 from shared.request import SamplingParams  # noqa: E402
-from shared.step import SampleSpec  # noqa: E402
+from shared.step import RowResult, SampleSpec  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -45,7 +44,7 @@ def a_spec(
 
 def run(
     logits: torch.Tensor, *specs: SampleSpec, eos: frozenset[int] = frozenset()
-) -> list[Sampled]:
+) -> list[RowResult]:
     return sample(logits.clone(), specs, eos_token_ids=eos)
 
 
