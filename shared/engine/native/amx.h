@@ -31,7 +31,10 @@ inline void write_now() { asm volatile("" ::: "memory"); }
 // 5 to 7 weights [words][16 columns].
 class AmxRegisters {
  public:
-  AmxRegisters(std::int64_t rows, std::int64_t words) {
+  // To be said before each multiplication; costs nothing where it was said before.
+  void shape(std::int64_t rows, std::int64_t words) {
+    if (rows == rows_ && words == words_) return;
+    rows_ = rows, words_ = words;
     struct alignas(64) {
       std::uint8_t palette = 1, start = 0, reserved[14] = {};
       std::uint16_t bytes[16] = {};
@@ -45,21 +48,31 @@ class AmxRegisters {
     _tile_loadconfig(&shapes);
   }
   ~AmxRegisters() { _tile_release(); }
+
+ private:
+  std::int64_t rows_ = 0, words_ = 0;
 };
 
-// sums [rows][64 columns] += a [rows][words] . panel, words in as many of one multiplication as the registers are set for;
-// strides are in bytes. Meanwhile `lines` lines a word are asked for from `ahead` on: four are those of the panel's own next
-// words, which are wanted soon.
+// sums [rows][64 columns] += a [rows][words] . panel, or = with is_first; words in as many of one multiplication as the
+// registers are set for; strides are in bytes. Meanwhile `lines` lines a word are asked for from `ahead` on: four are those
+// of the panel's own next words, which are wanted soon.
 template <int lines = 0>
 void amx_multiply(void* sums, std::int64_t sums_stride, const Num* a, std::int64_t a_stride, const Num* panel,
-                  std::int64_t words, const char* ahead = nullptr) {
+                  std::int64_t words, bool is_first, const char* ahead = nullptr) {
   constexpr int kLineBytes = 64, kWordBytes = 64 * 4;
   char* const to = (char*)sums;
   write_now();
-  _tile_loadd(0, to, sums_stride);
-  _tile_loadd(1, to + 64, sums_stride);
-  _tile_loadd(2, to + 128, sums_stride);
-  _tile_loadd(3, to + 192, sums_stride);
+  if (is_first) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  } else {
+    _tile_loadd(0, to, sums_stride);
+    _tile_loadd(1, to + 64, sums_stride);
+    _tile_loadd(2, to + 128, sums_stride);
+    _tile_loadd(3, to + 192, sums_stride);
+  }
   for (std::int64_t k = 0; k < words; k += kAmxWords) {
     const char* weights = (const char*)panel + k * kWordBytes;
     for (int i = 0; i < lines * kAmxWords; ++i) {

@@ -206,8 +206,7 @@ __attribute__((noinline)) void tile_sums(Lanes (*sums)[4], const Operand* a, std
     for (int j = 0; j < 4; ++j) sums[m][j] = acc[m][j];
 }
 
-constexpr std::int64_t kDeep = 1024;     // words of k of a panel that L2 (1 MiB) holds twice, beside their rows
-constexpr std::int64_t kRowsPerPiece = 96;
+constexpr std::int64_t kDeep = 1024;  // words of k of a panel that L2 (1 MiB) holds twice, beside their rows
 
 // Up to a tile's rows as `multiply` takes them: widened, where that takes no pairs.
 template <class From>
@@ -224,30 +223,63 @@ const Operand* operands(const From* a, std::int64_t& stride, std::int64_t rows, 
   }
 }
 
-// sums[row][columns] += a[rows][words] . panel for the rows of one tile; `ahead`, if any, is asked for meanwhile.
+// Three products, by AMX or without it: tile_product, of a tile's rows with a panel of a matrix, and attention's two, of the
+// M query rows of a tile with its keys (score) and of their weights with its values (weigh).
 #ifdef __AMX_BF16__
+using Registers = AmxRegisters;
+
+constexpr int kQueryRows = kAmxRows;
+// Rows of a piece: many rows share what L1 holds of a panel, and few make enough pieces of a narrow matrix.
+constexpr std::int64_t kLeastPieceRows = 96, kMostPieceRows = 384;
+constexpr std::int64_t kNear = 128;  // words of k of a panel that L1 (48 KiB) holds beside what passes through
+
 std::int64_t most_tile_rows(std::int64_t) { return kAmxRows; }
 
-void tile_product(Lanes (*sums)[4], const Num* a, std::int64_t stride, const Num* panel, std::int64_t words,
-                  std::int64_t rows, const Num* ahead) {
+// Words of k that all rows of a piece pass before the next: from L2 the weights come too slowly for AMX.
+std::int64_t deep_of(std::int64_t rows) { return rows <= kFewRows ? kDeep : kNear; }
+
+void tile_product(Registers& registers, Lanes (*sums)[4], const Num* a, std::int64_t stride, const Num* panel,
+                  std::int64_t words, std::int64_t rows, bool is_first, const Num* ahead) {
   constexpr std::int64_t kBytes = sizeof sums[0];
   stride *= sizeof(Num);
   const std::int64_t whole = words / kAmxWords * kAmxWords;
   if (whole) {
-    const AmxRegisters set(rows, kAmxWords);
-    const char* const stretch_after = (const char*)(panel + kStretch * kLinesAWord * kLine);
+    registers.shape(rows, kAmxWords);
     if (ahead)
-      amx_multiply<kLinesAhead>(sums, kBytes, a, stride, panel, whole, (const char*)ahead);
+      amx_multiply<kLinesAhead>(sums, kBytes, a, stride, panel, whole, is_first, (const char*)ahead);
+    else if (words > kNear)
+      amx_multiply<kLinesAWord>(sums, kBytes, a, stride, panel, whole, is_first,
+                                (const char*)(panel + kStretch * kLinesAWord * kLine));
     else
-      amx_multiply<kLinesAWord>(sums, kBytes, a, stride, panel, whole, stretch_after);
+      amx_multiply(sums, kBytes, a, stride, panel, whole, is_first);
   }
   if (whole < words) {
-    const AmxRegisters set(rows, words - whole);
-    amx_multiply(sums, kBytes, a + whole * kPerWord, stride, panel + whole * kPerWord * kPanel, words - whole);
+    registers.shape(rows, words - whole);
+    amx_multiply(sums, kBytes, a + whole * kPerWord, stride, panel + whole * kPerWord * kPanel, words - whole,
+                 is_first && !whole);
   }
 }
+
+template <int M>
+void score(Registers& registers, Lanes (*scores)[4], const Num* queries, std::int64_t padded, const Num* keys,
+           std::int64_t words) {
+  registers.shape(M, kAmxWords);
+  amx_multiply(scores, sizeof scores[0], queries, padded * sizeof(Num), keys, words, true);
+}
+
+// All keys of the tile whatever is seen, for the zeros of a chunk that is walked or not would turn a sum of -0 into 0.
+template <int M>
+void weigh(Registers&, float* out, std::int64_t padded, const Num* weights, const Num* values, std::int64_t) {
+  amx_multiply(out, padded * sizeof(float), weights, kPanel * sizeof(Num), values, kPanel / kPerWord, false);
+}
 #else
+struct Registers {};
+
+constexpr int kQueryRows = kTile;
+constexpr std::int64_t kLeastPieceRows = 96, kMostPieceRows = 96;
+
 std::int64_t most_tile_rows(std::int64_t rows) { return rows <= kFewRows ? kTallTile : kTile; }
+std::int64_t deep_of(std::int64_t) { return kDeep; }
 
 // A panel is read in order. AMD's CPUs foresee that better than requests can say; Intel's stop at the end of each page
 // (bench/engine).
@@ -255,7 +287,7 @@ const bool is_told_what_comes = (__builtin_cpu_init(), __builtin_cpu_is("intel")
 
 template <int M>
 void product_of(Lanes (*sums)[4], const Num* a, std::int64_t stride, const Num* panel, std::int64_t words,
-                  const Num* ahead) {
+                const Num* ahead) {
   const Operand* rows = operands(a, stride, M, words);
   if (ahead)
     tile_sums<M, kLinesAhead>(sums, rows, stride, panel, words, ahead);
@@ -270,28 +302,55 @@ constexpr auto products_of(std::integer_sequence<int, before...>) {
   return std::array{&product_of<before + 1>...};
 }
 
-void tile_product(Lanes (*sums)[4], const Num* a, std::int64_t stride, const Num* panel, std::int64_t words,
-                  std::int64_t rows, const Num* ahead) {
+void clear(Lanes (*sums)[4], std::int64_t rows) {
+  for (std::int64_t m = 0; m < rows; ++m)
+    for (int j = 0; j < 4; ++j) sums[m][j] = zeros();
+}
+
+void tile_product(Registers&, Lanes (*sums)[4], const Num* a, std::int64_t stride, const Num* panel,
+                  std::int64_t words, std::int64_t rows, bool is_first, const Num* ahead) {
   static constexpr auto products = products_of(std::make_integer_sequence<int, kTallTile>());
+  if (is_first) clear(sums, rows);
   products[rows - 1](sums, a, stride, panel, words, ahead);
+}
+
+template <int M>
+void score(Registers&, Lanes (*scores)[4], const Operand* queries, std::int64_t padded, const Num* keys,
+           std::int64_t words) {
+  clear(scores, M);
+  tile_sums<M>(scores, queries, padded, keys, words);
+}
+
+template <int M>
+inline void weigh(Registers&, float* out, std::int64_t padded, const Operand* weights, const Num* values,
+                  std::int64_t words) {
+  Lanes acc[M][4];
+#pragma GCC unroll 6
+  for (int m = 0; m < M; ++m)
+    for (int j = 0; j < 4; ++j) acc[m][j] = load16(out + m * padded + 16 * j);
+  multiply<M>(acc, weights, kPanel, values, words);
+#pragma GCC unroll 6
+  for (int m = 0; m < M; ++m)
+    for (int j = 0; j < 4; ++j) store16(out + m * padded + 16 * j, acc[m][j]);
 }
 #endif
 
-// emit(row, Lanes[4]) for up to 96 rows [begin, end) of a . panel. Rows are cut into tiles of about equal size, k into
-// stretches of which L2 holds a panel's part while all rows pass.
+// emit(row, Lanes[4]) for up to kMostPieceRows rows [begin, end) of a . panel. Rows are cut into tiles of about equal size,
+// k into stretches of which a cache holds a panel's part while all rows pass.
 // next: the panel that this thread will likely want then, or null. Tiles after the first read this one from L2; memory
 // would idle meanwhile, so they bring what comes next, half of it each until it is there.
 template <class Emit>
 void product(const Num* a, std::int64_t stride, const Num* panel, std::int64_t words,
              std::int64_t begin, std::int64_t end, const Num* next, Emit emit) {
-  static thread_local Lanes all[kRowsPerPiece][4];
-  const std::int64_t most = most_tile_rows(end - begin);
-  for (std::int64_t from = 0; from < words; from += kDeep) {
-    const std::int64_t count = std::min(kDeep, words - from);
+  static thread_local Lanes all[kMostPieceRows][4];
+  const std::int64_t most = most_tile_rows(end - begin), deep = deep_of(end - begin);
+  Registers registers;
+  for (std::int64_t from = 0; from < words; from += deep) {
+    const std::int64_t count = std::min(deep, words - from);
     const Num* weights = panel + from * kPerWord * kPanel;
     const bool is_last = from + count == words;
     const Num* coming = is_last ? next : weights + count * kPerWord * kPanel;
-    const std::int64_t wanted = std::min(kDeep, is_last ? words : words - from - count);
+    const std::int64_t wanted = std::min(deep, is_last ? words : words - from - count);
     const Num* const coming_end = coming ? coming + wanted * kLinesAWord * kLine : nullptr;
     std::int64_t left = (end - begin + most - 1) / most;
     for (std::int64_t row = begin; row < end; --left) {
@@ -299,10 +358,7 @@ void product(const Num* a, std::int64_t stride, const Num* panel, std::int64_t w
       const Num* rows = a + row * stride + from * kPerWord;
       const Num* ahead = row > begin && coming < coming_end ? coming : nullptr;
       Lanes (*sums)[4] = all + (row - begin);
-      if (from == 0)
-        for (std::int64_t m = 0; m < size; ++m)
-          for (int j = 0; j < 4; ++j) sums[m][j] = zeros();
-      tile_product(sums, rows, stride, weights, count, size, ahead);
+      tile_product(registers, sums, rows, stride, weights, count, size, from == 0, ahead);
       if (ahead) coming += count * kLinesAhead * kLine;
       if (is_last)
         for (std::int64_t m = 0; m < size; ++m) emit(row + m, sums[m]);
@@ -317,7 +373,9 @@ void product(const Num* a, std::int64_t stride, const Num* panel, std::int64_t w
 template <class Emit>
 void linear(Team& team, const Linear& lin, const Num* a, std::int64_t num_tokens, Emit emit) {
   const std::int64_t panels = (lin.n + kPanel - 1) / kPanel;
-  const std::int64_t cuts = (num_tokens + kRowsPerPiece - 1) / kRowsPerPiece;
+  const auto cuts_of = [&](std::int64_t rows) { return (num_tokens + rows - 1) / rows; };
+  const std::int64_t wanted = (4 * team.size + panels - 1) / panels;  // four pieces a thread
+  const std::int64_t cuts = std::clamp(wanted, cuts_of(kMostPieceRows), cuts_of(kLeastPieceRows));
   team.run(panels * cuts, [&](std::int64_t piece) {
     const std::int64_t panel = piece / cuts, cut = piece % cuts;
     const std::int64_t begin = num_tokens * cut / cuts, end = num_tokens * (cut + 1) / cuts;
@@ -398,11 +456,16 @@ void rotate(Num* head, const Num* cos, const Num* sin, std::int64_t dim) {
 
 // --- attention ---------------------------------------------------------------------------------------
 
+// A head's keys and values of a tile, as `multiply` takes them.
+struct alignas(64) Panels {
+  Num keys[kMaxHeadDim * kPanel];    // [dim / word][64 keys][word]
+  Num values[kMaxHeadDim * kPanel];  // [dim / 64][64 / word keys][64 columns][word]
+};
+
 // What one thread needs for one group of query rows.
 struct alignas(64) Workspace {
   Operand queries[kMaxRows * kMaxHeadDim];
-  Num keys[kMaxHeadDim * kPanel];    // [dim / word][64 keys][word]
-  Num values[kMaxHeadDim * kPanel];  // [dim / 64][64 / word keys][64 columns][word]
+  Panels panels[2];
   float out[kMaxRows * kMaxHeadDim];
   float top[kMaxRows];
   alignas(64) float sum[kMaxRows][16];  // by lane: added up once, at the end
@@ -449,7 +512,7 @@ struct Tile {
 // same head's part of the next tile is asked for on the way, a line for each that is read: blocks lie
 // anywhere and one head's parts of two tokens are far apart, so the hardware cannot guess, and all
 // requests at once would be more than a core can have under way.
-void lay_out(const Model& model, const Tile& tile, const Tile& next, std::int64_t kv_head, Workspace& space) {
+void lay_out(const Model& model, const Tile& tile, const Tile& next, std::int64_t kv_head, Panels& space) {
   const std::int64_t dim = model.head_dim, at = kv_head * dim, count = tile.count;
   const std::int64_t panels = (dim + kPanel - 1) / kPanel;
   for (std::int64_t group = 0; group < kPanel; group += 16) {
@@ -487,87 +550,49 @@ inline void keep(Operand* to, Lanes v) {
     store16(to, rounded(v));
 }
 
-// The two products of attention for the M query rows of a tile, and what must be set for both.
-#ifdef __AMX_BF16__
-constexpr int kQueryRows = kAmxRows;
-
-struct QueryTile : AmxRegisters {
-  explicit QueryTile(int rows) : AmxRegisters(rows, kAmxWords) {}
-};
-
-template <int M>
-void score(Lanes (&scores)[M][4], const Num* queries, std::int64_t padded, const Num* keys, std::int64_t words) {
-  amx_multiply(scores, sizeof scores[0], queries, padded * sizeof(Num), keys, words);
-}
-
-// All keys of the tile whatever is seen, for the zeros of a chunk that is walked or not would turn a sum of -0 into 0.
-template <int M>
-void weigh(float* out, std::int64_t padded, const Num* weights, const Num* values, std::int64_t) {
-  amx_multiply(out, padded * sizeof(float), weights, kPanel * sizeof(Num), values, kPanel / kPerWord);
-}
-#else
-constexpr int kQueryRows = kTile;
-
-struct QueryTile {
-  explicit QueryTile(int) {}
-};
-
-template <int M>
-void score(Lanes (&scores)[M][4], const Operand* queries, std::int64_t padded, const Num* keys, std::int64_t words) {
-  tile_sums<M>(scores, queries, padded, keys, words);
-}
-
-template <int M>
-inline void weigh(float* out, std::int64_t padded, const Operand* weights, const Num* values, std::int64_t words) {
-  Lanes acc[M][4];
-#pragma GCC unroll 6
-  for (int m = 0; m < M; ++m)
-    for (int j = 0; j < 4; ++j) acc[m][j] = load16(out + m * padded + 16 * j);
-  multiply<M>(acc, weights, kPanel, values, words);
-#pragma GCC unroll 6
-  for (int m = 0; m < M; ++m)
-    for (int j = 0; j < 4; ++j) store16(out + m * padded + 16 * j, acc[m][j]);
-}
-#endif
-
 // M query rows against one tile: scores, running softmax (Milakov and Gimelshein 2018), weighted values.
 // visible[m]: keys [from, to) of the tile that row m sees.
 template <int M>
-void attend_tile(const Model& model, Workspace& space, std::int64_t row, const std::int32_t (*visible)[2]) {
-  [[maybe_unused]] const QueryTile set(M);
+void attend_tile(Registers& registers, const Model& model, Workspace& space, const Panels& kv, std::int64_t row,
+                 const std::int32_t (*visible)[2]) {
   const std::int64_t dim = model.head_dim, panels = (dim + kPanel - 1) / kPanel, padded = panels * kPanel;
   alignas(64) Operand weights[M][kPanel];
   Lanes scores[M][4];
-  for (int m = 0; m < M; ++m)
-    for (int j = 0; j < 4; ++j) scores[m][j] = zeros();
-  score(scores, space.queries + row * padded, padded, space.keys, dim / kPerWord);
+  score<M>(registers, scores, space.queries + row * padded, padded, kv.keys, dim / kPerWord);
   const Lanes scale = spread(float(model.scale)), never = spread(-INFINITY);
+  float before[M];
 #pragma GCC unroll 1
   for (int m = 0; m < M; ++m) {
     const std::int32_t from = visible[m][0], to = visible[m][1];
-    if (from >= to) {  // nothing of this tile is seen: leave the row as it is
+    const bool is_whole = from == 0 && to == kPanel;
+    Lanes top = never;
+    for (int j = 0; j < 4; ++j) {
+      scores[m][j] = scores[m][j] * scale;
+      if (!is_whole)
+        scores[m][j] = select(mask_of(to - 16 * j) & ~mask_of(from - 16 * j), scores[m][j], never);
+      top = max_of(top, scores[m][j]);
+    }
+    before[m] = space.top[row + m];
+    space.top[row + m] = std::max(before[m], most_of(top));
+  }
+  for (int m = 0; m < M; ++m) {
+    const float now = space.top[row + m];
+    if (now == before[m]) continue;
+    const Lanes factor = spread(std::exp(before[m] - now));
+    store16(space.sum[row + m], load16(space.sum[row + m]) * factor);
+    float* out = space.out + (row + m) * padded;
+    for (std::int64_t d = 0; d < padded; d += 16) store16(out + d, load16(out + d) * factor);
+  }
+#pragma GCC unroll 1
+  for (int m = 0; m < M; ++m) {
+    if (visible[m][0] >= visible[m][1]) {  // nothing of this tile is seen: leave the row as it is
       std::memset(weights[m], 0, sizeof weights[m]);
       continue;
     }
-    Lanes top = never;
-    for (int j = 0; j < 4; ++j) {
-      Mask m16 = mask_of(to - 16 * j) & ~mask_of(from - 16 * j);
-      scores[m][j] = select(m16, scores[m][j] * scale, never);
-      top = max_of(top, scores[m][j]);
-    }
-    const float before = space.top[row + m], now = std::max(before, most_of(top));
-    const Lanes shift = spread(now);
+    const Lanes shift = spread(space.top[row + m]);
     Lanes sum = load16(space.sum[row + m]);
-    if (now != before) {
-      const float factor = std::exp(before - now);
-      sum = sum * spread(factor);
-      float* out = space.out + (row + m) * padded;
-      for (std::int64_t d = 0; d < padded; d += 16)
-        store16(out + d, load16(out + d) * spread(factor));
-      space.top[row + m] = now;
-    }
     for (int j = 0; j < 4; ++j) {
-      Lanes weight = exp16(scores[m][j] - shift);
+      Lanes weight = exp16<true>(scores[m][j] - shift);
       sum = sum + weight;
       keep(weights[m] + 16 * j, weight);
     }
@@ -576,8 +601,8 @@ void attend_tile(const Model& model, Workspace& space, std::int64_t row, const s
   std::int32_t seen = 0;  // keys of the tile that any of the rows sees: the others weigh nothing
   for (int m = 0; m < M; ++m) seen = std::max(seen, visible[m][1]);
   for (std::int64_t panel = 0; panel < panels; ++panel)
-    weigh<M>(space.out + row * padded + panel * kPanel, padded, weights[0], space.values + panel * kPanel * kPanel,
-             (seen + kPerWord - 1) / kPerWord);
+    weigh<M>(registers, space.out + row * padded + panel * kPanel, padded, weights[0],
+             kv.values + panel * kPanel * kPanel, (seen + kPerWord - 1) / kPerWord);
 }
 
 template <int... before>
@@ -608,26 +633,35 @@ void attend(const Model& model, const Layer& layer, const Batch& batch, std::int
   const std::int64_t position = batch.starts[row] + begin - batch.firsts[row];  // of token `begin`
   const std::int64_t last = position + (end - begin) - 1;
   const std::int64_t oldest = layer.window ? std::max<std::int64_t>(0, position - layer.window + 1) : 0;
-  Tile tiles[2];
-  const std::int64_t begin_at = oldest / kPanel * kPanel;
-  tiles[begin_at / kPanel % 2].find(seq, begin_at, last + 1);
-  for (std::int64_t first = begin_at; first <= last; first += kPanel) {
-    const Tile& tile = tiles[first / kPanel % 2];
-    Tile& next = tiles[(first / kPanel + 1) % 2];
-    next.find(seq, first + kPanel, last + 1);
-    for (std::int64_t h = 0; h < heads; ++h) {
-      lay_out(model, tile, next, head + h, space);
-      for (std::int64_t r = 0, left = (of_head + kQueryRows - 1) / kQueryRows; r < of_head; --left) {
-        const std::int64_t size = (of_head - r + left - 1) / left, at_row = h * of_head + r;
-        std::int32_t visible[kQueryRows][2];
-        for (std::int64_t m = 0; m < size; ++m) {
-          const std::int64_t at = position + (r + m) / group;
-          visible[m][0] = layer.window ? std::max<std::int64_t>(0, at - layer.window + 1 - first) : 0;
-          visible[m][1] = std::min<std::int64_t>(kPanel, at + 1 - first);
-        }
-        attend_tiles[size - 1](model, space, at_row, visible);
-        r += size;
+  // One step is a head of a tile. The panels of the next are laid out before those of this one are multiplied: what is
+  // stored just before it is read is waited for.
+  const std::int64_t begin_at = oldest / kPanel * kPanel, num_steps = ((last - begin_at) / kPanel + 1) * heads;
+  Registers registers;
+  Tile tiles[3];
+  const auto find = [&](std::int64_t n) { tiles[n % 3].find(seq, begin_at + n * kPanel, last + 1); };
+  const auto lay = [&](std::int64_t step) {
+    const std::int64_t n = step / heads;
+    if (step % heads == 0) find(n + 1);
+    lay_out(model, tiles[n % 3], tiles[(n + 1) % 3], head + step % heads, space.panels[step % 2]);
+  };
+  find(0);
+  lay(0);
+  for (std::int64_t step = 0; step < num_steps; ++step) {
+    if (step + 1 < num_steps) lay(step + 1);
+    const std::int64_t first = begin_at + step / heads * kPanel, h = step % heads;
+    for (std::int64_t r = 0, left = (of_head + kQueryRows - 1) / kQueryRows; r < of_head; --left) {
+      const std::int64_t size = (of_head - r + left - 1) / left;
+      std::int32_t visible[kQueryRows][2];
+      bool is_seen = false;
+      for (std::int64_t m = 0; m < size; ++m) {
+        const std::int64_t at = position + (r + m) / group;
+        visible[m][0] = layer.window ? std::max<std::int64_t>(0, at - layer.window + 1 - first) : 0;
+        visible[m][1] = std::min<std::int64_t>(kPanel, at + 1 - first);
+        is_seen |= visible[m][0] < visible[m][1];
       }
+      if (is_seen)
+        attend_tiles[size - 1](registers, model, space, space.panels[step % 2], h * of_head + r, visible);
+      r += size;
     }
   }
   for (std::int64_t r = 0; r < num_rows; ++r) {

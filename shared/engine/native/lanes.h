@@ -324,9 +324,10 @@ inline Lanes rounded(Lanes v) {
     return widen(narrow(v));
 }
 
-// exp to about 1 unit in the last place; exactly 0 far below, infinite far above.
+// exp to about 1 unit in the last place; exactly 0 far below, infinite far above. is_negative: x is never above 0.
+template <bool is_negative = false>
 inline Lanes exp16(Lanes x) {
-  x = max_of(spread(-200.f), min_of(spread(200.f), x));
+  x = max_of(spread(-200.f), is_negative ? x : min_of(spread(200.f), x));
   const Lanes n = nearest(x * spread(1.44269504f));
   Lanes r = fnma(n, spread(0.693359375f), x);
   r = fnma(n, spread(-2.12194440e-4f), r);
