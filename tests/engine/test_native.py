@@ -180,7 +180,7 @@ def test_layers_are_reported_in_order_and_change_nothing(shape: str, native_of: 
     assert seen == [(layer, True) for layer in range(engine.layout.num_layers)]
 
 
-@pytest.mark.parametrize("count", [1, 2, 5, 6, 7, 10, 13, 64, 97, 200])
+@pytest.mark.parametrize("count", [1, 2, 5, 6, 7, 10, 13, 64, 97, 200, 800])
 @pytest.mark.parametrize(("rows", "k"), [(64, 64), (200, 96), (33, 130), (1, 2), (70, 5000)])
 def test_a_product_is_that_of_torch(count: int, rows: int, k: int) -> None:
     """Every way to cut rows into tiles and k into stretches, and matrices that fill no panel; and
