@@ -14,6 +14,7 @@ import asyncio
 import gc
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
@@ -99,7 +100,9 @@ class Walk:
         self.num_answers = num_answers
         self._ids = range(num_answers)
         self._words = [at for at in range(2000) if self.text.piece(at).text[1:].isalpha()]
-        self._session = WorkerSession(NOBODY, Role.DECODE, NOBODY, Incarnation(1), lambda: None)
+        self._session = WorkerSession(
+            NOBODY, Role.DECODE, NOBODY, Incarnation(1), lambda: None, Counter()
+        )
         watchers = (AnswerMetrics(CollectorRegistry()),)
         self._delivery = Delivery(watchers)
         self._watchers = watchers

@@ -91,8 +91,12 @@ def _within(value: Number, low: Number, high: Number, param: str) -> Number:
     return value
 
 
+def _is_duration(seconds: float) -> bool:
+    return 0 <= seconds < 1e9  # NaN fails any comparison
+
+
 def _seconds(value: float, param: str) -> float:
-    if not 0 <= value < 1e9:
+    if not _is_duration(value):
         raise RemoteProtocolError(f"{param} must be a finite number of seconds >= 0", param=param)
     return value
 
@@ -422,18 +426,28 @@ def prefill_token_to_wire(
     return message
 
 
-def require_times(
-    event: wire.PrefillToken | wire.PrefillDone | wire.Granted | wire.Joined, *names: str
-) -> None:
-    """Check the durations that a worker tells. Raises RemoteProtocolError: negative, or not
-    finite."""
+DURATIONS: dict[type, tuple[str, ...]] = {
+    wire.PrefillToken: ("queue_s", "compute_s", "fetch_s", "load_s"),
+    wire.PrefillDone: ("transfer_s", "exposed_s"),
+    wire.Granted: ("wait_s",),
+    wire.Joined: ("receive_s",),
+}
+"""What workers tell of time while they serve a request: for receipts and predictions alone."""
+
+
+def drop_impossible_times(
+    event: wire.PrefillToken | wire.PrefillDone | wire.Granted | wire.Joined,
+) -> list[str]:
+    """Set those durations of a worker's event to 0 that cannot be (negative, not finite), as if it
+    had not told them; return their names."""
+    names = [name for name in DURATIONS[type(event)] if not _is_duration(getattr(event, name))]
     for name in names:
-        _seconds(getattr(event, name), name)
+        setattr(event, name, 0.0)
+    return names
 
 
 def prefill_token_from_wire(event: wire.PrefillToken) -> tuple[AnswerToken, PromptTimes]:
-    """Unpack and check the first token of an attempt, and the worker's times in it."""
-    require_times(event, "queue_s", "compute_s", "fetch_s", "load_s")
+    """Unpack and check the first token of an attempt; the worker's times in it are as they came."""
     top_ids = unpack_u32(event.top_ids, name="top_ids")
     tops = unpack_f32(event.top_logprobs, count=len(top_ids), name="top_logprobs")
     logprobs = None

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import random
 import subprocess
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -256,9 +257,8 @@ async def test_a_worker_that_fell_silent_is_dialled_again_at_once(
     ):
         port = between.sockets[0].getsockname()[1]
         peer = a_worker_of(Role.DECODE, int(host.incarnation), host="127.0.0.1", port=port)
-        session = WorkerSession(
-            peer, Role.DECODE, service("gateway", gateway), Incarnation(7), lambda: None
-        )
+        network = service("gateway", gateway)
+        session = WorkerSession(peer, Role.DECODE, network, Incarnation(7), lambda: None, Counter())
         running = tasks.create_task(session.run())
         await host.until(lambda: host.sessions)
         silent.update(links)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 import structlog
@@ -87,6 +88,7 @@ class Membership:
         self._tasks: asyncio.TaskGroup
         self.sessions: dict[tuple[Incarnation, Role], WorkerSession] = {}
         self._session_tasks: dict[WorkerSession, asyncio.Task[None]] = {}
+        self.impossible_times: Counter[str] = Counter()
         self.usability = News()
         self.on_news: Callable[[Worker | None], None] = lambda worker: None
         self.directives = News()
@@ -130,6 +132,7 @@ class Membership:
                 self._network,
                 self.incarnation,
                 self.note_usability,
+                self.impossible_times,
             )
             self.sessions[worker.incarnation, role] = session
             self._session_tasks[session] = self._tasks.create_task(session.run())

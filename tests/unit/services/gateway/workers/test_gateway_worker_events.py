@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import math
 import random
+from collections import Counter
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from services.gateway.core.lifecycle import Leg
 from services.gateway.core.routing.routing import POLICIES
 from services.gateway.core.scaling.scaling import seen_workers
 from services.gateway.core.worker import Role, Worker, WorkerStatus
@@ -26,9 +28,11 @@ from shared.messages import codec
 from shared.messages.columns import pack_u32, pack_u64
 from shared.messages.message_codec import MessageCodec
 from shared.messages.status_codec import StatusReader
+from shared.request import AnswerToken
 from shared.rpc.methods import PREFILL_SESSION
 from shared.rpc.stream import open_stream
 from shared.rpc.tcp import TcpNetwork
+from shared.schedule.plan import PromptTimes
 from tests.support.routing import a_worker
 from tests.support.worker_mesh import MODEL
 
@@ -42,33 +46,57 @@ class AWorker:
 
 def a_session(role: Role) -> WorkerSession:
     none: Any = None
-    return WorkerSession(cast("Any", AWorker(role)), role, none, Incarnation(1), lambda: None)
+    worker = cast("Any", AWorker(role))
+    return WorkerSession(worker, role, none, Incarnation(1), lambda: None, Counter())
 
 
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, -1.0])
-@pytest.mark.parametrize("name", ["queue_s", "compute_s", "transfer_s", "exposed_s"])
-def test_times_of_a_prefill_worker_are_checked(name: str, value: float) -> None:
-    """They go into sums and histograms, which one bad value would spoil for ever."""
-    if name in ("queue_s", "compute_s"):
-        token = wire.PrefillToken(logprob=math.nan, **{name: value})
-        with pytest.raises(RemoteProtocolError, match="seconds"):
-            codec.prefill_token_from_wire(token)
-        return
-    event = wire.PrefillEvent(done=wire.PrefillDone(stream_id=1, bytes_sent=9, **{name: value}))
-    with pytest.raises(RemoteProtocolError, match="seconds"):
-        a_session(Role.PREFILL)._on_prefill_event(event)
+class Heard:
+    """A leg that writes down what its worker says."""
+
+    leg = Leg.PREFILL
+
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+
+    def first_token(self, token: AnswerToken, times: PromptTimes) -> None:
+        self.said += [token.token_id, times]
+
+    def pushed(self, event: wire.PrefillDone) -> None:
+        self.said.append(event)
+
+    granted = joined = pushed
 
 
-@pytest.mark.parametrize("value", [math.inf, math.nan, -1.0])
-def test_times_of_a_decode_worker_are_checked(value: float) -> None:
-    """As prefill's."""
-    session = a_session(Role.DECODE)
-    for event in (
-        wire.DecodeEvent(granted=wire.Granted(stream_id=1, wait_s=value)),
-        wire.DecodeEvent(joined=wire.Joined(stream_id=1, receive_s=value)),
-    ):
-        with pytest.raises(RemoteProtocolError, match="seconds"):
-            session._on_decode_event(event)
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, -1e-9, 1e9])
+@pytest.mark.parametrize(
+    ("field", "names"),
+    [
+        ("token", ("queue_s", "compute_s", "fetch_s", "load_s")),
+        ("done", ("transfer_s", "exposed_s")),
+        ("granted", ("wait_s",)),
+        ("joined", ("receive_s",)),
+    ],
+)
+def test_a_time_that_cannot_be_is_as_if_it_was_not_told(
+    field: str, names: tuple[str, ...], value: float
+) -> None:
+    """One would spoil sums and histograms for ever, but no answer hangs on it: it is counted, and
+    this request goes on as do the others on the session."""
+    is_prefill = field in ("token", "done")
+    session = a_session(Role.PREFILL if is_prefill else Role.DECODE)
+    session.worker, leg = a_worker(session._role, 5), Heard()
+    session._legs[StreamId(1)] = cast("Any", leg)
+    kind = {
+        "token": wire.PrefillToken, "done": wire.PrefillDone, "granted": wire.Granted,
+        "joined": wire.Joined,
+    }[field]  # fmt: skip
+    told = kind(stream_id=1, **dict.fromkeys(names, value))
+    if is_prefill:
+        session._on_prefill_event(wire.PrefillEvent(**{field: told}))
+    else:
+        session._on_decode_event(wire.DecodeEvent(**{field: told}))
+    assert [getattr(leg.said[-1], name) for name in names] == [0.0] * len(names)
+    assert session._impossible_times == dict.fromkeys(names, 1)
 
 
 @pytest.mark.parametrize(
