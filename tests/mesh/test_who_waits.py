@@ -41,6 +41,28 @@ async def test_a_worker_that_joins_has_prompts_as_soon_as_it_is_paired() -> None
 
 
 @virtual_time
+async def test_who_comes_does_not_wait_for_the_answers_of_a_worker_that_drains() -> None:
+    """It holds as many as another one runs at once, which is idle."""
+    async with (
+        whole_mesh(num_blocks=4096, decode={"max_running": 4}) as mesh,
+        asyncio.TaskGroup() as tasks,
+    ):
+        (old,), loop = mesh.decodes, asyncio.get_running_loop()
+        for number in range(4):
+            tasks.create_task(mesh.ask(a_prompt(20, seed=number), 400))
+        await mesh.until(lambda: old.worker.load().num_running == 4)
+        await mesh.start_worker("decode")
+        await mesh.ready()
+        old.stop.set()
+        await mesh.until(lambda: mesh.gateways[0].members.table.sides.num_pairs == 1)
+        began_at = loop.time()
+        answer = await mesh.ask(a_prompt(20, seed=9), 4)
+        assert answer.error is None
+        assert old.worker.load().num_running == 4
+        assert loop.time() < began_at + 1.0
+
+
+@virtual_time
 async def test_while_all_workers_are_silent_the_order_stays_and_all_hear_of_it_at_once() -> None:
     """Who waited before, and comes meanwhile, is not sent to nobody one by one: all hear of it
     when it has lasted as long as anybody may wait, or are answered in their order."""

@@ -41,6 +41,7 @@ class Asked:
     num_cached: int = 0
     has_begun: bool = False
     has_room: bool = False
+    pair: ChosenPair | None = None
 
     @property
     def key(self) -> bytes:
@@ -98,11 +99,17 @@ class AdmissionMachine(RuleBasedStateMachine):
 
     @property
     def sums(self) -> list[int]:
-        """What ``WorkAhead`` adds up, in the order of ``SUMS``."""
-        prompts = [it for it in self.running if not it.has_begun]
-        roomless = [it.num_tokens for it in self.running if not it.has_room]
+        """What ``WorkAhead`` adds up, in the order of ``SUMS``: nothing of workers that cannot be
+        asked."""
+        prefills, decodes = [*self.sides.prefills, None], [*self.sides.decodes, None]
+        prompts = [
+            it for it in self.running
+            if not it.has_begun and (it.pair and it.pair.prefill) in prefills
+        ]  # fmt: skip
+        ahead = [it for it in self.running if (it.pair and it.pair.decode) in decodes]
+        roomless = [it.num_tokens for it in ahead if not it.has_room]
         to_compute = sum(max(0, it.num_tokens - it.num_cached) for it in prompts)
-        num_answers = len(self.running) - len(prompts)
+        num_answers = sum(it.has_begun for it in ahead)
         return [len(prompts), to_compute, num_answers, len(roomless), sum(roomless)]
 
     @property
@@ -229,8 +236,8 @@ class AdmissionMachine(RuleBasedStateMachine):
         decode = data.draw(st.sampled_from(self.decodes)) if is_apart else prefill
         one.state, one.has_room = "sent", not is_apart
         one.num_cached = one.num_tokens - 1 if is_cached else 0
-        pair = ChosenPair(prefill, decode, one.num_cached)
-        self.perform(self.admission.pair_found(one.key, pair, self.now))
+        one.pair = ChosenPair(prefill, decode, one.num_cached)
+        self.perform(self.admission.pair_found(one.key, one.pair, self.now))
 
     @precondition(lambda self: self.those("admitted") and self.sides)
     @rule(num=st.integers(1, 4))
@@ -238,8 +245,8 @@ class AdmissionMachine(RuleBasedStateMachine):
         """The first ones that were let in have their first tokens."""
         for one in self.those("admitted")[:num]:
             one.state = "sent"
-            pair = ChosenPair(self.prefills[0], self.decodes[0])
-            self.perform(self.admission.pair_found(one.key, pair, self.now))
+            one.pair = ChosenPair(self.prefills[0], self.decodes[0])
+            self.perform(self.admission.pair_found(one.key, one.pair, self.now))
             if one.state == "refused":
                 continue
             one.has_room = True
@@ -352,9 +359,9 @@ class AdmissionMachine(RuleBasedStateMachine):
 
     @invariant()
     def nobody_waits_while_there_is_room(self) -> None:
+        assert self.admission._work_ahead.is_enough == self.is_enough
         kept = vars(self.admission._work_ahead)
         assert [kept[name] for name in SUMS] == self.sums
-        assert self.admission._work_ahead.is_enough == self.is_enough
         if not self.is_full:
             assert not any(self.may_run(it.terms.tenant) for it in self.those("waits"))
 

@@ -87,7 +87,6 @@ class AdmissionStatistics:
 class _Request(Work):
     """One answer to a request in the gateway. came_at: here; arrived_at: from when its time to the
     first token counts. cached: what workers have of its prompt at a time. follows: see ``arrive``.
-    decode: where its last attempt was sent, None = nowhere, or to a prefill worker alone.
     may_be_refused: no answer of the request has a token. limit_at: it waits in the queue until
     its first token is late; inf = as long as anybody may."""
 
@@ -101,8 +100,6 @@ class _Request(Work):
     may_be_refused: bool
     limit_at: float = math.inf
     queued: QueuedRequest | None = None
-    decode: Worker | None = None
-    was_sent: bool = False
 
 
 class Admission:
@@ -135,8 +132,8 @@ class Admission:
             lambda name: self.tenants.tenant(name).weight,
             ageing_s=AGEING_S if max_pending_tokens else max_wait_s / 4,
         )
-        self._work_ahead = WorkAhead(max_pending_tokens, sides)
         self._running: dict[bytes, _Request] = {}
+        self._work_ahead = WorkAhead(max_pending_tokens, sides, self._running.values())
         self._waiting: dict[bytes, _Request] = {}
         # Of each request of which a further answer is in the queue: those that come after it.
         self._behind: dict[bytes, deque[_Request]] = {}
@@ -219,9 +216,7 @@ class Admission:
             error = self._overload.late_at(self._asking(request, now), pair, now)
             if error is not None:
                 return [self._refused(request, error)]
-        request.was_sent, request.decode = True, pair.decode
-        is_apart = pair.decode is not None and pair.decode is not pair.prefill
-        self._work_ahead.sent(request, num_cached=pair.num_cached, is_apart=is_apart)
+        self._work_ahead.sent(request, pair)
         self._overload.dispatched(key, pair, request.num_tokens, now)
         return self._fill(now)  # what a cache has is not computed
 
@@ -272,7 +267,7 @@ class Admission:
         request = self._running.pop(key, None)
         if request is not None:
             self._num_of_tenant[request.terms.tenant] -= 1
-            if not request.was_sent:  # no pair was found for it
+            if request.prefill is None:  # no pair was found for it
                 self._queue.charge(request.terms.tenant, prompt_tokens=-request.num_tokens)
             self._overload.ended(key, now)
             self._work_ahead.ended(request)

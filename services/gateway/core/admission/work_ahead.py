@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from services.gateway.core.admission.overload import ChosenPair
 from services.gateway.core.routing.sides import Sides
 from services.gateway.core.worker import Worker
 from shared.ids import Incarnation
@@ -36,12 +37,15 @@ STEPS = 4
 class Work:
     """What one answer asks of the workers. num_tokens: of its prompt. num_cached: of these need not
     be computed. has_begun: its first token is there. has_room: decode has promised it room for its
-    KV, or it needs none. Changed by ``WorkAhead`` alone while it counts it."""
+    KV, or it needs none. prefill, decode: where it was sent last, None = nowhere; decode None = to
+    a prefill worker alone. Changed by ``WorkAhead`` alone while it counts it."""
 
     num_tokens: int
     num_cached: int = 0
     has_begun: bool = False
     has_room: bool = False
+    prefill: Worker | None = None
+    decode: Worker | None = None
 
 
 class _Told(NamedTuple):
@@ -57,7 +61,7 @@ class _Told(NamedTuple):
 class _Side:
     """The workers of one side, added up: each report changes the sums by what is new in it."""
 
-    def __init__(self, workers: Iterable[Worker] = ()) -> None:
+    def __init__(self, workers: Iterable[Worker]) -> None:
         self._told: dict[Incarnation, _Told] = {}
         self.share = self.own_places = 0.0
         self.num_places = self.num_unknown = self.others_tokens = self.others_answers = 0
@@ -71,6 +75,10 @@ class _Side:
         self._add(worker, -1)
         self._add(worker, 1)
         return True
+
+    def may_have(self, worker: Worker | None) -> bool:
+        """Whether what was sent there, None = nowhere yet, is ahead of this side's workers."""
+        return worker is None or worker.incarnation in self._told
 
     @property
     def num_workers(self) -> int:
@@ -97,23 +105,30 @@ class _Side:
 
 
 class WorkAhead:
-    """The sum of all that they have.
+    """The sum of all that those have who can be asked: for what one that drains or is silent still
+    has, no other is left idle.
 
     max_pending_tokens: prompt tokens that each prefill worker has ahead, in the mean; 0 = as many
-    as come. sides: who can be asked at this moment.
+    as come. sides: who can be asked at this moment. works: all that were admitted and have not
+    ended.
     """
 
-    def __init__(self, max_pending_tokens: int, sides: Callable[[], Sides]) -> None:
+    def __init__(
+        self, max_pending_tokens: int, sides: Callable[[], Sides], works: Iterable[Work]
+    ) -> None:
         self._max_pending_tokens = max_pending_tokens
         self._sides = sides
-        self._counted: Sides | None = None
-        self._prefills, self._decodes = _Side(), _Side()
+        self._works = works
         self._most_yet = 0
-        self._num_prompts = 0
-        self._num_to_compute = 0
-        self._num_answers = 0
-        self._num_roomless = 0
-        self._roomless_tokens = 0
+        self._count_anew(Sides([], [], []))
+
+    def _count_anew(self, sides: Sides) -> None:
+        self._counted = sides
+        self._prefills, self._decodes = _Side(sides.prefills), _Side(sides.decodes)
+        self._num_prompts = self._num_to_compute = self._num_answers = 0
+        self._num_roomless = self._roomless_tokens = 0
+        for work in self._works:
+            self._count(work, 1)
 
     def reported(self, worker: Worker) -> None:
         """A worker has told something new of itself."""
@@ -125,10 +140,11 @@ class WorkAhead:
         """A prompt goes to a worker."""
         self._count(work, 1)
 
-    def sent(self, work: Work, *, num_cached: int, is_apart: bool) -> None:
-        """It has gone, perhaps once more. is_apart: its KV moves to a decode worker."""
+    def sent(self, work: Work, pair: ChosenPair) -> None:
+        """It has gone, perhaps once more."""
         self._count(work, -1)
-        work.num_cached, work.has_room = num_cached, not is_apart
+        work.prefill, work.decode, work.num_cached = pair.prefill, pair.decode, pair.num_cached
+        work.has_room = pair.decode is None or pair.decode is pair.prefill  # nothing moves
         self._count(work, 1)
 
     def granted(self, work: Work) -> None:
@@ -148,12 +164,13 @@ class WorkAhead:
         self._count(work, -1)
 
     def _count(self, work: Work, times: int) -> None:
+        is_on_decode = self._decodes.may_have(work.decode)
         if work.has_begun:
-            self._num_answers += times
-        else:
+            self._num_answers += times * is_on_decode
+        elif self._prefills.may_have(work.prefill):
             self._num_prompts += times
             self._num_to_compute += times * max(0, work.num_tokens - work.num_cached)
-        if not work.has_room:
+        if is_on_decode and not work.has_room:
             self._num_roomless += times
             self._roomless_tokens += times * work.num_tokens
 
@@ -162,13 +179,12 @@ class WorkAhead:
         """Whether workers have prompts enough, answers as many as they run at once, or more than
         they have room for; or nobody can be asked."""
         sides = self._sides()
+        if sides is not self._counted:
+            self._count_anew(sides)
         if not sides:
             return True
         if not self._max_pending_tokens:
             return False
-        if sides is not self._counted:
-            self._counted = sides
-            self._prefills, self._decodes = _Side(sides.prefills), _Side(sides.decodes)
         return self._are_computing or self._are_answering or self._is_room_short(sides)
 
     @property

@@ -186,6 +186,30 @@ def test_a_worker_that_joins_is_given_work_at_once() -> None:
     assert admission.changed(0.2) == [Admit(b"next")]
 
 
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_what_a_worker_that_drains_still_has_keeps_no_other_idle(has_begun: bool) -> None:
+    """Its answers may take minutes, and its prompts seconds: who comes goes to those that are left.
+    When it can be asked again they count again."""
+    old_prefill, new_prefill = a_worker(Role.PREFILL, 1), a_worker(Role.PREFILL, 3)
+    old_decode, new_decode = a_worker(Role.DECODE, 2), a_worker(Role.DECODE, 4)
+    for decode in (old_decode, new_decode):
+        decode.report(WorkerStatus(max_running=PROMPTS_AHEAD))
+    old = Sides([old_prefill], [1], [old_decode])
+    sides = [old]
+    admission = an_admission(sides=lambda: sides[-1])
+    for number in range(PROMPTS_AHEAD):
+        assert admission.arrive(key(number), 0.0, num_tokens=300) == [Admit(key(number))]
+        admission.pair_found(key(number), ChosenPair(old_prefill, old_decode), 0.0)
+        admission.granted(key(number), 0.0)
+        if has_begun:
+            begin(admission, number)
+    assert admission.arrive(b"next", 2.0, num_tokens=300) == []
+    sides.append(Sides([new_prefill], [1], [new_decode]))
+    assert admission.changed(2.1) == [Admit(b"next")]
+    sides.append(old)
+    assert admission.arrive(b"last", 2.2, num_tokens=300) == []
+
+
 def test_a_report_that_there_is_room_lets_the_next_one_go() -> None:
     decode = a_worker(Role.DECODE, 2)
     decode.report(WorkerStatus(reserved_blocks=decode.num_blocks))
