@@ -144,9 +144,11 @@ class Overload:
         """An attempt goes to a pair; told before its order counts there."""
         if self.mode is OverloadMode.OFF or pair.decode is None:
             return  # answers on decode are counted: one without it takes no place there
-        self._forget(key)
+        before = self._forget(key)
         first_token_at = now + sum(self._until_computed(pair, num_tokens, now))
         answer = _AnswerInHand(pair.decode.incarnation, first_token_at)
+        if before is not None and before.has_begun:  # its worker was lost: it goes on
+            answer.first_token_at, answer.has_begun = before.first_token_at, True
         self._answers[key] = answer
         self._on.setdefault(pair.decode.incarnation, {})[key] = answer
 

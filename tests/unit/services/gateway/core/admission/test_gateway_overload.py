@@ -210,15 +210,18 @@ def _in_hand(overload: Overload, at: Sides, num: int, now: float) -> None:
     at.decodes[0].report(WorkerStatus(num_running=num, num_answers=num))
 
 
-def test_a_prediction_counts_who_will_have_ended() -> None:
+@pytest.mark.parametrize("was_lost", [False, True])
+def test_a_prediction_counts_who_will_have_ended(was_lost: bool) -> None:
     """Answers last 10 s in the mean: with 5 s of queue before it most of 40 are gone, and what is
-    early is refused that is not by prediction."""
+    early is refused that is not by prediction. One whose worker was lost has lasted, too."""
     terms = Terms(ttft_s=100.0, tpot_s=0.4)
     verdicts = {}
     for mode in ("early", "predicted"):
         overload = Overload(OverloadMode(mode), SPEED)
         at = sides(pending=15_000)
         _in_hand(overload, at, 1, 0.0)
+        if was_lost:
+            overload.dispatched(0, pair_of(at), 100, 5.0)
         overload.ended(0, 10.0)  # the mean
         _in_hand(overload, at, 40, 20.0)
         verdicts[mode] = overload.late_at(Asking(terms, 100, 0.0), pair_of(at), 20.0)
