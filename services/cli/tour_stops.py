@@ -78,10 +78,9 @@ STOPS: tuple[Stop, ...] = (
         Moment.ROUTED,
         "gateway",
         "route",
-        "One decision chooses both workers, and is kept as a record with the best scores.",
-        "{decision[policy]}: {decision[prefills][0][score]:.0f} tokens pending on prefill, "
-        "{decision[decodes][0][score]:.0%} of decode's blocks taken; {decision[num_prefills]} "
-        "prefill and {decision[num_decodes]} decode worker(s) to choose from",
+        "One decision chooses both workers, and is kept as a record with all scores.",
+        "{decision[policy]}: {decision[prefill][score]:.0f} tokens pending on prefill, "
+        "{decision[decode][score]:.0%} of decode's blocks taken",
         "services.gateway.core.routing.routing:route",
         "services.gateway.workers.membership:Membership.route",
     ),

@@ -237,7 +237,7 @@ class Watcher:
             told_s = it.receipt
             if not is_end:
                 meter.asked(at_s)
-                if told_s["attempts"]:
+                for _ in range(told_s["attempts"]):
                     meter.sent(at_s)
                 continue
             worker = here.get(told_s["prefill"])

@@ -267,9 +267,8 @@ class GatewayMesh:
         self._remember(request.request_id, timeline)
         self._stays[request.request_id] = stay
         self._idle.clear()
-        traffic = None if self.planner is None else self.planner.traffic
-        if traffic is not None:
-            traffic.asked(asyncio.get_running_loop().time())
+        if self.planner is not None:
+            self.planner.traffic.asked(asyncio.get_running_loop().time())
         try:
             terms = self._admission.tenants.terms(request.asked)
             prompt = self._members.prompt(request.token_ids, request.cache_salt)
@@ -294,8 +293,6 @@ class GatewayMesh:
             prompt=prompt,
         )
         await shell.dispatch()
-        if traffic is not None:
-            traffic.sent(asyncio.get_running_loop().time())
         return shell
 
     async def _wait_for_place(self, stay: _Stay, terms: Terms, prompt: HashedPrompt | None) -> None:

@@ -185,6 +185,9 @@ class Planner(AnswerWatcher):
             "limit": decision.limit,
         }
 
+    def dispatched(self, now: float) -> None:
+        self.traffic.sent(now)
+
     def ended(self, now: float, receipt: Receipt, error: str) -> None:
         worker = self._members.table.get(Incarnation(int(receipt.prefill or "0", 16)))
         self.traffic.ended(

@@ -8,6 +8,7 @@ the phases of TTFT are those of the attempt that brought the first token.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 from services.gateway.core.routing.decision_record import chosen, record_of
@@ -42,6 +43,9 @@ class AnswerWatcher:
 
     now: loop time.
     """
+
+    def dispatched(self, now: float) -> None:
+        """An attempt goes to its workers."""
 
     def first_token(
         self, now: float, *, ttft_s: float, prompt_tokens: int, cached_tokens: int
@@ -96,7 +100,7 @@ class Timeline:
         self._prompt = PromptTimes(0.0, 0.0, 0)
         self._receipt: Receipt | None = None
         self._waiting_since = arrived_at
-        self._prefilled_at = arrived_at
+        self._prefilled_at = math.inf
 
     @property
     def first_token_at(self) -> float | None:
@@ -135,12 +139,18 @@ class Timeline:
             self._predicted_cached_tokens = decision.num_cached
         self._decision, self._has_decode = decision, has_decode
         self._decisions.append((now, decision))
+        for watcher in self._watchers:
+            watcher.dispatched(now)
         self._transfer = _COLOCATED if decision.is_colocated else NO_TRANSFER
         self._is_transfer_told = True
+        self._prefilled_at = math.inf
         if is_debugging():
             attempt = self._attempts - 1
-            record = decision.as_dict()
-            note(Moment.ROUTED, self._request_id, at_s=now, attempt=attempt, decision=record)
+            prefill, decode = self._workers
+            note(
+                Moment.ROUTED, self._request_id, at_s=now, attempt=attempt, prefill=prefill,
+                decode=decode, decision=chosen(decision),
+            )  # fmt: skip
             note(Moment.DISPATCHED, self._request_id, attempt=attempt)
         if not self._span.is_recording:
             return ""
@@ -192,7 +202,8 @@ class Timeline:
         """Decode says that it has all KV. Prefill knows better, but a short answer may be over
         before it has said so."""
         if not self._transfer.mode:
-            exposed_s = loop_time() - self._prefilled_at
+            # Over two streams: it may come before the token, and nothing was exposed then.
+            exposed_s = max(0.0, loop_time() - self._prefilled_at)
             self._transfer = Transfer(num_bytes, receive_s, exposed_s, lane)
             self._is_transfer_told = False
 

@@ -12,9 +12,8 @@ simulator.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from heapq import nsmallest
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from services.gateway.core.index.fetches import LEAST_FETCH_S, Fetch
 from services.gateway.core.routing.conductor import Conductor, LeastLoaded, Local
@@ -35,16 +34,6 @@ from shared.errors import InvariantViolated
 from shared.ids import Incarnation
 from shared.kv.prefix_hash import UNIT
 from shared.transfer.orders import PrefixAt
-
-MAX_RECORDED = 8
-"""Candidates of a side in a decision's record."""
-
-
-class Candidate(NamedTuple):
-    """One worker of a side and its score there; lower is better."""
-
-    score: float
-    worker: Incarnation
 
 
 class Seen(NamedTuple):
@@ -73,16 +62,6 @@ class RouteDecision(NamedTuple):
     seen: Seen
     prediction: Prediction | None = None
     """What was expected of it; None = the prefill worker reports no step times."""
-
-    @property
-    def prefills(self) -> tuple[Candidate, ...]:
-        """The best few of this side, best first; sorted when asked, which few requests are."""
-        return _best(self.scores.prefills, self.sides.prefills)
-
-    @property
-    def decodes(self) -> tuple[Candidate, ...]:
-        """Likewise."""
-        return _best(self.scores.decodes, self.sides.decodes)
 
     @property
     def terms(self) -> PromptTerms | None:
@@ -136,24 +115,6 @@ class RouteDecision(NamedTuple):
     def is_colocated(self) -> bool:
         """Whether one worker does it all."""
         return self.prefill == self.decode
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the record as it is logged: incarnations in hexadecimal."""
-        return {
-            "policy": self.policy,
-            "prefill": f"{self.prefill:016x}",
-            "decode": f"{self.decode:016x}",
-            "prefill_pool": self.prefill_pool,
-            "decode_pool": self.decode_pool,
-            "num_prefills": len(self.scores.prefills),
-            "prefills": [_candidate_body(candidate) for candidate in self.prefills],
-            "num_decodes": len(self.scores.decodes),
-            "decodes": [_candidate_body(candidate) for candidate in self.decodes],
-        }
-
-
-def _candidate_body(candidate: Candidate) -> dict[str, Any]:
-    return {"worker": f"{candidate.worker:016x}", "score": round(candidate.score, 4)}
 
 
 class RoundRobin(RoutingPolicy):
@@ -265,13 +226,6 @@ def route(
         decode_pool=pool_of(sides.decodes[decode]).value,
         seen=seen,
     )
-
-
-def _best(scores: Sequence[float], workers: Sequence[Worker]) -> tuple[Candidate, ...]:
-    """Return the best few of a side, equal ones in joining order."""
-    ranked = zip(scores, range(len(scores)), strict=True)
-    best = sorted(ranked) if len(scores) <= MAX_RECORDED else nsmallest(MAX_RECORDED, ranked)
-    return tuple(Candidate(score, workers[place].incarnation) for score, place in best)
 
 
 def _usable(sides: Sides, request: RouteRequest, *, moves_roles: bool) -> Sides:

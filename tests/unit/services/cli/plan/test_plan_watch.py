@@ -83,6 +83,23 @@ def test_requests_that_a_gateway_has_forgotten_count_as_those_that_it_tells() ->
     assert watcher.look(body).cut == ""
 
 
+def test_attempts_count_as_workers_count_them() -> None:
+    """What failed and was sent again is no other gateway's request."""
+    before, body = told(rate=4.0), told(rate=4.0)
+    before.now_s, before.requests = body.requests[0].arrived_s - 0.1, []
+    for it in body.requests:
+        it.receipt["attempts"] = 2
+    body.workers[0].taken = 2 * len(body.requests)
+    watcher = Watcher(WatchFlags().rules())
+    watcher.look(before)
+    rates = [it.outlook and it.outlook.rate for it in (watcher.look(body), _look(told(rate=4.0)))]
+    assert rates[0] == pytest.approx(rates[1])
+
+
+def _look(body: RecentRequests) -> watch.Look:
+    return Watcher(WatchFlags().rules()).look(body)
+
+
 def test_a_worker_without_a_report_holds_the_planner() -> None:
     """As it would the gateway's."""
     body = told()

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from services.gateway.core.admission.overload import Overload, OverloadMode
 from services.gateway.core.routing.routing import RouteDecision
-from services.gateway.workers.timeline import Timeline, Transfer
+from services.gateway.workers.planning import Planner
+from services.gateway.workers.timeline import AnswerWatcher, Timeline, Transfer
+from shared.config import GatewayConfig
 from shared.errors import Overloaded, WorkerLost
+from shared.ids import Incarnation
 from shared.schedule.plan import PromptTimes
 from shared.telemetry.lifetime import TTFT_PHASES, Receipt
 from shared.telemetry.tracing import CANCELLED
@@ -90,7 +95,7 @@ async def test_two_tokens_at_once_have_no_first_step() -> None:
     assert timeline.receipt().first_step_s == 0.0
 
 
-class Watcher:
+class Watcher(AnswerWatcher):
     """Writes down what it hears."""
 
     def __init__(self) -> None:
@@ -182,3 +187,39 @@ async def test_the_transfer_of_a_failed_attempt_is_not_the_next_ones() -> None:
     timeline.ended(WorkerLost("gone"))
     receipt = timeline.receipt()
     assert (receipt.transfer_bytes, receipt.lane, receipt.attempts) == (0, "", 2)
+
+
+@virtual_time
+async def test_what_moved_before_the_token_was_not_exposed() -> None:
+    """Decode's word comes over another stream, and may be heard before prefill's: neither the time
+    since the request came counts then, nor that since a failed attempt's token."""
+    timeline = sent()
+    await asyncio.sleep(1.0)
+    timeline.joined(num_bytes=1000, receive_s=0.25, lane="sysv")
+    assert timeline.receipt().transfer_exposed_s == 0.0
+    timeline.prefilled(PromptTimes(0.0, 0.0, 0))
+    await asyncio.sleep(1.0)
+    timeline.rerouted(WorkerLost("gone"))
+    timeline.dispatched(PAIR, has_decode=True)
+    timeline.joined(num_bytes=1000, receive_s=0.25, lane="sysv")
+    timeline.ended(None)
+    assert timeline.receipt().transfer_exposed_s == 0.0
+
+
+@virtual_time
+async def test_the_planner_counts_attempts_as_workers_do() -> None:
+    """A request that failed and was sent again is no other gateway's."""
+    members: Any = SimpleNamespace(
+        router=SimpleNamespace(policy=SimpleNamespace(moves_roles=False))
+    )
+    overload = Overload(OverloadMode.OFF)
+    planner = Planner(GatewayConfig(planner="advise"), members, overload, lambda: 0, 0.0)
+    worker = Incarnation(1)
+    planner.traffic.taken(0.0, {worker: 0})
+    await asyncio.sleep(40.0)
+    planner.traffic.asked(40.0)
+    timeline = sent(watchers=(planner,))
+    timeline.rerouted(WorkerLost("gone"))
+    timeline.dispatched(PAIR, has_decode=True)
+    planner.traffic.taken(40.0, {worker: 2})
+    assert planner.traffic._others_factor(40.0) == 1.0

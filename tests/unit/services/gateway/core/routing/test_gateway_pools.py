@@ -340,7 +340,7 @@ def test_other_policies_leave_everybody_at_home_unless_nobody_is(policy: str) ->
     table = a_mesh_of("prompt", "token", pending_tokens=[9000, 0], num_waiting=[9, 0])
     decision = decide(policy, table, request=REQUEST)
     assert (decision.prefill, decision.decode) == (1, 2)
-    assert (len(decision.prefills), len(decision.decodes)) == (1, 1)
+    assert (len(decision.sides.prefills), len(decision.sides.decodes)) == (1, 1)
 
     away = RouteRequest(num_tokens=100, max_new_tokens=60, avoid=frozenset({Incarnation(1)}))
     decision = decide(policy, table, request=away)
@@ -379,7 +379,7 @@ def test_a_colocated_worker_of_one_role_is_at_home_on_both_sides() -> None:
     table.report(colocated, WorkerStatus(paired=frozenset({Incarnation(9)})))
     decision = decide("least_loaded", table, request=REQUEST)
     assert (decision.prefill, decision.decode) == (9, 9)
-    assert len(decision.prefills) == len(decision.decodes) == 2
+    assert len(decision.sides.prefills) == len(decision.sides.decodes) == 2
 
 
 def test_colocated_workers_of_one_role_share_the_work_of_both() -> None:
