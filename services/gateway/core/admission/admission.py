@@ -101,6 +101,11 @@ class _Request(Work):
     limit_at: float = math.inf
     queued: QueuedRequest | None = None
 
+    @property
+    def priority(self) -> int:
+        """At which it runs: with what it has aged."""
+        return self.terms.priority if self.queued is None else self.queued.priority
+
 
 class Admission:
     """Who runs and who waits.
@@ -130,6 +135,7 @@ class Admission:
         self.tenants = tenants or Tenants()
         self._queue = FairQueue(
             lambda name: self.tenants.tenant(name).weight,
+            self._may_run,
             ageing_s=AGEING_S if max_pending_tokens else max_wait_s / 4,
         )
         self._running: dict[bytes, _Request] = {}
@@ -178,10 +184,10 @@ class Admission:
         self._can_ask(now)
         has_place = not (self._queue or self._is_full) and self._may_run(terms.tenant)
         if has_place:  # it is judged as soon as its pair is known
-            self._queue.pass_by(terms.tenant)
+            self._queue.pass_by(terms.tenant, terms.priority)
             return [self._admit(request)]
         if request.may_be_refused and terms.has_limit:
-            queue_s = self._queue.num_ahead(terms, now, self._may_run) * self._gap_s
+            queue_s = self._queue.num_ahead(terms, now) * self._gap_s
             asking = self._asking(request, now + queue_s)
             error = self._overload.late_anywhere(asking, self._sides(), now, cached)
             if error is not None:
@@ -248,14 +254,14 @@ class Admission:
         request = self._running.get(key)
         if request is None:
             return ()
-        tenant = request.terms.tenant
+        tenant, priority = request.terms.tenant, request.priority
         if request.has_begun:
-            self._queue.charge(tenant, output_tokens=num_tokens)
+            self._queue.charge(tenant, priority, output_tokens=num_tokens)
             return ()
         self._work_ahead.began(request)
         self._goes_on(request)
         self._overload.began(key, now)
-        self._queue.charge(tenant, prompt_tokens=-cached_tokens, output_tokens=num_tokens)
+        self._queue.charge(tenant, priority, prompt_tokens=-cached_tokens, output_tokens=num_tokens)
         return self._fill(now)
 
     def leave(self, key: bytes, now: float) -> list[Effect]:
@@ -266,9 +272,10 @@ class Admission:
             self._next_answer(waiting, now)
         request = self._running.pop(key, None)
         if request is not None:
-            self._num_of_tenant[request.terms.tenant] -= 1
+            tenant = request.terms.tenant
+            self._num_of_tenant[tenant] -= 1
             if request.prefill is None:  # no pair was found for it
-                self._queue.charge(request.terms.tenant, prompt_tokens=-request.num_tokens)
+                self._queue.charge(tenant, request.priority, prompt_tokens=-request.num_tokens)
             self._overload.ended(key, now)
             self._work_ahead.ended(request)
         return self._fill(now)
@@ -328,7 +335,7 @@ class Admission:
         self._running[request.key] = request
         self._num_of_tenant[tenant] += 1
         self._work_ahead.admitted(request)
-        self._queue.charge(tenant, prompt_tokens=request.num_tokens)
+        self._queue.charge(tenant, request.priority, prompt_tokens=request.num_tokens)
         return Admit(request.key)
 
     def _goes_on(self, request: _Request) -> None:
@@ -387,7 +394,7 @@ class Admission:
         """Admit whoever is next, as long as there is a place."""
         effects: list[Effect] = []
         while self._queue and not self._is_full:
-            queued = self._queue.pop(now, self._may_run)
+            queued = self._queue.pop(now)
             if queued is None:
                 break
             request = self._waiting.pop(queued.key)

@@ -223,7 +223,7 @@ def test_what_was_never_sent_to_workers_was_not_given() -> None:
     for number in range(9):
         assert admission.arrive(b"%d" % number, 0.0, terms=of("tries"), num_tokens=1000)
         admission.leave(b"%d" % number, 0.0)
-    assert admission._queue.counter("tries") == 0.0
+    assert admission._queue.counter("tries", 3) == 0.0
 
 
 def test_a_prompt_that_was_sent_to_prefill_alone_was_given_though_its_client_leaves() -> None:
@@ -232,7 +232,7 @@ def test_a_prompt_that_was_sent_to_prefill_alone_was_given_though_its_client_lea
     admission.arrive(b"1", 0.0, terms=of("hasty"), num_tokens=1000)
     admission.pair_found(b"1", ChosenPair(worker, None), 0.0)
     admission.leave(b"1", 0.1)
-    assert admission._queue.counter("hasty") == 1000.0
+    assert admission._queue.counter("hasty", 3) == 1000.0
 
 
 def test_a_gateway_that_shuts_down_refuses_who_waits() -> None:
