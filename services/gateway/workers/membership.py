@@ -66,7 +66,8 @@ class Membership:
 
     Three things change here. A worker's load changes with every report. Who may be chosen is
     ``usability``; of either ``on_news`` hears, at once (with the worker that reported). What
-    workers are to be told (their standing partners, a pair to make, a new home) is ``directives``.
+    workers are to be told (their standing partners, a pair to make, a new home) is ``directives``,
+    of each apart: of a thousand one at a time is told of a pair.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class Membership:
         self.impossible_times: Counter[str] = Counter()
         self.usability = News()
         self.on_news: Callable[[Worker | None], None] = lambda worker: None
-        self.directives = News()
+        self.directives: dict[Incarnation, News] = {}
         self.homes: dict[Incarnation, Home] = {}  # ordered, not confirmed yet
         self.pairs: dict[Incarnation, list[Worker]] = {}  # wanted, not told yet
         self._standing: tuple[Worker, ...] = ()
@@ -120,6 +121,7 @@ class Membership:
         """
         now = worker.reported_at = asyncio.get_running_loop().time()
         self.table.join(worker)
+        self.directives.setdefault(worker.incarnation, News())
         for role in worker.serves:
             old = self.sessions.get((worker.incarnation, role))
             if old is not None:
@@ -148,7 +150,7 @@ class Membership:
             at_s=now,
         )
         if self.prefixes is not None and self.prefixes.joined(worker):
-            self.directives.tell()  # with the second one, those that were here are asked, too
+            self._tell_asked()  # with the second one, those that were here are asked, too
         self._note_change()
 
     def is_here(self, worker: Worker) -> bool:
@@ -163,7 +165,7 @@ class Membership:
         if self.table.report(worker, status, now):
             # That it is colocated shows in its reports.
             if self.prefixes is not None and self.prefixes.joined(worker):
-                self.directives.tell()
+                self._tell_asked()
             self._note_change()
         self.on_news(worker)
 
@@ -174,13 +176,17 @@ class Membership:
         if self.prefixes.told(worker, changes):
             if before is not Indexed.LEFT_OUT:
                 _log.warning("prefixes differ: asked for all of them", worker=worker.incarnation)
-            self.directives.tell()
+            self._tell_asked()
         now, _ = self.prefixes.known(worker) or (None, 0)
         if now in TAKEN_BY_QUEUE and now is not before:
             _log.warning(
                 f"{TAKEN_BY_QUEUE[now]}: it is taken by its queue alone",
                 worker=worker.incarnation,
             )
+
+    def _tell_asked(self) -> None:
+        for incarnation in self.prefixes.to_ask if self.prefixes is not None else ():
+            self.directives[incarnation].tell()
 
     def pair_failed(self, prefill: Incarnation, decode: Incarnation) -> None:
         if self.table.pair_failed(prefill, decode):
@@ -198,6 +204,7 @@ class Membership:
         self.table.leave(incarnation)
         self.router.left(worker)
         self.pairs.pop(incarnation, None)
+        del self.directives[incarnation]
         self._end_sessions(worker, tuple(Role), f"the worker left the mesh: {reason}")
         is_orderly = worker.status.is_draining
         say = _log.info if is_orderly else _log.warning
@@ -238,7 +245,12 @@ class Membership:
         standing, pace = self.table.at_home_with_tokens, gather_s(len(self.table))
         if self._standing is not standing or self.gather_s != pace:
             self._standing, self.gather_s = standing, pace
-            self.directives.tell()
+            self.tell_all()
+
+    def tell_all(self) -> None:
+        """There may be a directive for every worker."""
+        for news in self.directives.values():
+            news.tell()
 
     async def change_home(self, incarnation: Incarnation, home: str) -> Worker:
         """Have a worker change what it is at home; returns it once it has said so.
@@ -256,7 +268,7 @@ class Membership:
     async def _give_home(self, order: HomeOrder) -> Worker:
         incarnation, wanted = order
         self.homes[incarnation] = wanted
-        self.directives.tell()
+        self.directives.get(incarnation, News()).tell()  # it may have left
         home = wanted.role.value
         _log.info("home ordered", worker=incarnation, home=home, epoch=wanted.epoch)
         try:
@@ -303,5 +315,5 @@ class Membership:
             known = self.table.get(peer)
             if known is not None and self.table.ask_for(worker, peer, now):
                 self.pairs.setdefault(worker, []).append(known)
-                self.directives.tell()
+                self.directives[worker].tell()
         return decision

@@ -147,8 +147,6 @@ class WorkerSession:
                 await self._run_once()
             except MeshError as error:
                 self._lose(without_frames(error))
-            finally:
-                self._down()
             await asyncio.sleep(_REDIAL_S[min(self._num_failures, len(_REDIAL_S) - 1)])
             self._num_failures += 1
 

@@ -52,7 +52,7 @@ class Registry:
     def close(self) -> None:
         """End every worker's membership: this gateway stops."""
         self._closing.set()
-        self._members.directives.tell()
+        self._members.tell_all()
 
     async def join(self, stream: JoinStream) -> None:
         """Serve one worker until its stream ends."""
@@ -116,8 +116,9 @@ class Registry:
         told: tuple[Worker, ...] = ()
         told_home: Home | None = None
         told_s = GATHER_S
+        directives = self._members.directives[worker.incarnation]
         while not self._closing.is_set():
-            changed = self._members.directives.next
+            changed = directives.next
             peers = self._members.table.standing_partners(worker)
             if peers is not told:
                 told = peers

@@ -80,7 +80,7 @@ class Prefixes:
         self._asked = SIZES[0][1]
         self._workers: dict[Incarnation, Worker] = {}
         self._model_key = b""
-        self._to_ask: set[Incarnation] = set()
+        self.to_ask: set[Incarnation] = set()
         self._strides: dict[int, set[int]] = {}
 
     def known(self, worker: Worker) -> tuple[Indexed, int] | None:
@@ -91,9 +91,9 @@ class Prefixes:
 
     def take_ask(self, incarnation: Incarnation) -> PrefixReports | None:
         """Return what a worker is to be asked for now; None = nothing new."""
-        if incarnation not in self._to_ask:
+        if incarnation not in self.to_ask:
             return None
-        self._to_ask.discard(incarnation)
+        self.to_ask.discard(incarnation)
         return self._asked
 
     def joined(self, worker: Worker) -> bool:
@@ -122,13 +122,13 @@ class Prefixes:
             self._asked = size
         for each in list(self._workers.values()) if everybody else [worker]:
             self.index.asked(each.place)
-            self._to_ask.add(each.incarnation)
+            self.to_ask.add(each.incarnation)
         self._group()
         return True
 
     def left(self, worker: Worker) -> None:
         """It is not here any more."""
-        self._to_ask.discard(worker.incarnation)
+        self.to_ask.discard(worker.incarnation)
         if self._workers.pop(worker.incarnation, None) is not None:
             self._group()
             if self.index is not None:
@@ -149,7 +149,7 @@ class Prefixes:
             return False
         is_asked = self.index.apply(worker.place, changes)
         if is_asked:
-            self._to_ask.add(worker.incarnation)
+            self.to_ask.add(worker.incarnation)
         return is_asked
 
     # --- one prompt ------------------------------------------------------------------------------

@@ -227,8 +227,9 @@ class PeerTable:
     def views(self) -> Sequence[WorkerView | None]:
         """Return all workers as they are now, by their places; never changed, but made anew."""
         if self._changed:
-            self._views = self._views + [None] * (max(self._at, default=0) + 1 - len(self._views))
+            self._views = self._views.copy()
             for worker in self._changed.values():
+                self._views += [None] * (worker.place + 1 - len(self._views))
                 self._views[worker.place] = worker.view
             if self._columns is not None:
                 self._columns.update(self._changed.values())

@@ -14,7 +14,8 @@ from typing import Any, cast
 import pytest
 
 from services.gateway.core.lifecycle import Leg
-from services.gateway.core.routing.routing import POLICIES
+from services.gateway.core.routing.router import Routed
+from services.gateway.core.routing.routing import POLICIES, PairWanted
 from services.gateway.core.scaling.scaling import seen_workers
 from services.gateway.core.worker import Role, Worker, WorkerStatus
 from services.gateway.workers.membership import Membership
@@ -33,7 +34,7 @@ from shared.rpc.methods import PREFILL_SESSION
 from shared.rpc.stream import open_stream
 from shared.rpc.tcp import TcpNetwork
 from shared.schedule.plan import PromptTimes
-from tests.support.routing import a_worker
+from tests.support.routing import REQUEST, a_worker
 from tests.support.worker_mesh import MODEL
 
 
@@ -300,6 +301,20 @@ async def test_a_role_that_a_worker_does_not_rejoin_with_is_over() -> None:
             assert one.is_usable
             members.join(read_announcement(an_announcement(serves=[2, 3]), "peer"))
             assert len(members.sessions) == 2
+
+
+async def test_a_pair_that_is_wanted_is_told_to_its_worker_alone() -> None:
+    """A thousand tasks that wake for each cost more than all decisions."""
+    network: Any = Silence()
+    policy, randbytes = POLICIES["conductor"](), random.Random(1).randbytes
+    async with Membership(network, policy, Incarnation(1), randbytes).running() as members:
+        for number in (5, 6, 7):
+            members.join(a_worker(Role.PREFILL, number))
+        told = {number: it.next for number, it in members.directives.items()}
+        wanted = Routed(None, [PairWanted(Incarnation(6), Incarnation(5))])
+        members.router.route = lambda *_: wanted  # type: ignore[method-assign]
+        assert members.route(REQUEST) is None
+        assert [number for number, it in told.items() if it.is_set()] == [6]
 
 
 async def test_what_has_just_joined_is_new() -> None:
