@@ -42,8 +42,6 @@ def num_cores(root: Path = ROOT) -> int:
 def _num_allowed(root: Path) -> int:
     """Cores that this process may run on. Two threads of one core count once: what computes finds
     its arithmetic taken by the other."""
-    if not hasattr(os, "sched_getaffinity"):
-        return os.cpu_count() or 1
     cores: set[str] = set()
     for number in os.sched_getaffinity(0):
         siblings = root / f"sys/devices/system/cpu/cpu{number}/topology/thread_siblings_list"

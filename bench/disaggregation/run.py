@@ -26,12 +26,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
+import uvloop
 
 from bench.peers import PEERS, installed
 from bench.plots import Panel, Pictures, Spread, save
 from bench.record import Record, ratios, spread
 from services.cli.bench.endpoints import ServerEndpoint, fit_of, open_endpoints
-from services.cli.bench.open_loop import new_event_loop, run_open_loop
+from services.cli.bench.open_loop import run_open_loop
 from services.cli.bench.records import Run
 from services.cli.bench.search import RateSearch
 from services.cli.bench.sources import Lengths, Sessions, Shape
@@ -562,7 +563,7 @@ def run_client(work: Coroutine[Any, Any, None]) -> None:
     end here, and the client shall not be what is late."""
     with contextlib.suppress(OSError):
         os.nice(-10)
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(work)
 
 

@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import aiohttp
+import uvloop
 
 from bench.disaggregation.run import VOCAB, make_model
 from bench.record import Record, ratios, spread
 from services.cli.bench.endpoints import fit_of, open_endpoints
-from services.cli.bench.open_loop import new_event_loop, run_open_loop
+from services.cli.bench.open_loop import run_open_loop
 from services.cli.bench.records import Ending, Run
 from services.cli.bench.sources import Lengths, Sessions
 from services.cli.bench.workload import Fit, Load, Workload, plan
@@ -232,7 +233,7 @@ def main() -> None:
         asked.repetitions, asked.seconds = 1, min(asked.seconds, 30.0)
     record = Record(HERE, asked.quick)
     record.environment["load"] = f"{asked.rate:g} requests/s for {asked.seconds:g} s"
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(measure(record, asked.policies, asked))
     note_goals(record)
     record.finish(write=True if asked.record else None)

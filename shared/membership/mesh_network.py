@@ -208,14 +208,14 @@ class StampedChannel:
         self._key = key
         self._num_calls = 0
 
-    def request(self, name: str, *shape: Any, metadata: dict[str, str], **options: Any) -> Any:
+    def request(self, name: str, *shape: Any) -> Any:
         """Begin a call, as ``grpclib.client.Channel.request`` does. Raises WorkerLost: the
         connection is lost, or its other end takes no more calls (GOAWAY)."""
         if not self._channel._connected:  # grpclib would make another one
             raise WorkerLost("the connection was closed after the proof; dial again")
         self._num_calls += 1
-        stamped = {**metadata, STAMP_KEY: stamp(self._key, self._num_calls, name)}
-        return self._channel.request(name, *shape, metadata=stamped, **options)
+        stamped = {STAMP_KEY: stamp(self._key, self._num_calls, name)}
+        return self._channel.request(name, *shape, metadata=stamped)
 
 
 class _Proven:

@@ -6,8 +6,8 @@
 
 Exceptions of grpclib, h2 and the socket are mapped once, here, to MeshError: the error that the
 server raised if it told us (trailer ``pdmesh-error``), WorkerLost if the connection broke or could
-not be made, RemoteProtocolError if the peer broke the rules, DeadlinePassed if time ran out.
-Generated stubs are not used: their bidi client hangs when the request side fails.
+not be made, RemoteProtocolError if the peer broke the rules. Generated stubs are not used: their
+bidi client hangs when the request side fails.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from grpclib.const import Status
 from grpclib.exceptions import ProtocolError, StreamTerminatedError
-from grpclib.metadata import Deadline, decode_grpc_message
+from grpclib.metadata import decode_grpc_message
 from grpclib.utils import Wrapper
 from h2.errors import ErrorCodes
 from h2.exceptions import H2Error
 
-from shared.errors import DeadlinePassed, MeshError, RemoteProtocolError, WorkerLost
+from shared.errors import MeshError, RemoteProtocolError, WorkerLost
 from shared.http2.round_trip import round_trip_s
 from shared.messages.message_codec import CODEC, framed, read_message, read_message_nowait
 from shared.rpc.methods import Method
@@ -242,45 +242,16 @@ class _Interrupt(Wrapper):
             self._error = None
 
 
-class _LoopDeadline(Deadline):
-    """grpclib's deadline on the loop's clock instead of ``time.monotonic``."""
-
-    def __init__(self, at: float) -> None:
-        super().__init__(_timestamp=at)
-
-    def time_remaining(self) -> float:
-        return max(0.0, self._timestamp - asyncio.get_running_loop().time())
-
-
 @contextlib.asynccontextmanager
 async def open_stream(
-    channel: Any,
-    method: Method[Request, Reply],
-    *,
-    timeout_s: float | None = None,
-    metadata: Mapping[str, str] | None = None,
+    channel: Any, method: Method[Request, Reply]
 ) -> AsyncGenerator[ClientStream[Request, Reply]]:
-    """Open a call; the block's end resets it if it is not over.
+    """Open a call; the block's end resets it if it is not over. Entering connects.
 
-    timeout_s: a deadline for the whole call, told to the server too. Entering connects.
     Raises WorkerLost: the server cannot be reached.
     """
-    loop = asyncio.get_running_loop()
-    interrupt = _Interrupt()
-    deadline, timer = None, None
-    if timeout_s is not None:
-        deadline = _LoopDeadline(loop.time() + timeout_s)
-        passed = TimeoutError("the call's deadline passed")
-        timer = loop.call_later(max(0.0, timeout_s), interrupt.cancel, passed)
-    raw = channel.request(
-        method.path,
-        method.cardinality,
-        method.request_type,
-        method.reply_type,
-        deadline=deadline,
-        metadata=dict(metadata or {}),
-    )
-    raw._wrapper = interrupt
+    raw = channel.request(method.path, method.cardinality, method.request_type, method.reply_type)
+    raw._wrapper = _Interrupt()
     try:
         connecting = asyncio.timeout(CONNECT_WITHIN_S)
         with _mapped():
@@ -301,8 +272,6 @@ async def open_stream(
         finally:
             stream.forget()
     finally:
-        if timer is not None:
-            timer.cancel()
         # In place of the end of grpclib's own ``async with``, which is never entered: without the
         # reset the server would go on for nobody, without the release the stream would stay in the
         # books.
@@ -319,8 +288,6 @@ def _mapped() -> Generator[None]:
         yield
     except MeshError:
         raise
-    except TimeoutError as error:
-        raise DeadlinePassed("the call's deadline passed") from error
     except StreamTerminatedError as error:
         raise WorkerLost(f"the connection broke: {error}") from error
     except (ProtocolError, H2Error) as error:

@@ -76,27 +76,12 @@ class Platform:
         )
 
 
-def real_platform(
-    secret: MeshSecret | None = None,
-    tls: MeshTls | None = None,
-    *,
-    new_transport: TransportFactory = _none,
-    compute: ComputeFactory = _none,
-    profile: Profiler = _unmeasured,
-    new_thread: Callable[[str], OrderedWork] = _none,
-) -> Platform:
-    """Return the platform of production: sockets and the system's random bytes. tls: between
-    services."""
+def real_platform(secret: MeshSecret | None = None, tls: MeshTls | None = None) -> Platform:
+    """Return the platform of production, all of it for a gateway: sockets and the system's random
+    bytes. tls: between services."""
     from shared.membership.mesh_tls import ServiceNetwork
     from shared.rpc.tcp import TcpNetwork
 
     return Platform(
-        TcpNetwork(),
-        new_transport,
-        compute,
-        stopwatch=time.perf_counter,
-        secret=secret,
-        between=ServiceNetwork(tls),
-        profile=profile,
-        new_thread=new_thread,
+        TcpNetwork(), stopwatch=time.perf_counter, secret=secret, between=ServiceNetwork(tls)
     )

@@ -28,10 +28,8 @@ class RealTime(enum.IntEnum):
 def take(priority: RealTime) -> None:
     """Give the calling thread real-time priority, from now on.
 
-    Raises InvalidRequest: this process may not have it, or the system knows none.
+    Raises InvalidRequest: this process may not have it.
     """
-    if not hasattr(os, "sched_setscheduler"):
-        raise InvalidRequest("--realtime needs Linux's scheduler", param="realtime")
     policy = os.SCHED_RR | os.SCHED_RESET_ON_FORK
     try:
         os.sched_setscheduler(0, policy, os.sched_param(priority))

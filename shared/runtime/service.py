@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import importlib.util
 import os
 import resource
 import signal
@@ -104,7 +103,7 @@ def run_service(name: str, main: Main, *, drain_s: float = 30.0, is_realtime: bo
     try:
         if is_realtime:
             realtime.take(RealTime.LOOP)
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=_new_loop) as runner:
             return runner.run(_supervise(name, main, parent, drain_s))
     except BaseExceptionGroup as group:
         return _report(first_error(group), parent)
@@ -151,10 +150,8 @@ def ending_signals() -> tuple[signal.Signals, ...]:
     return asked if is_nohup else (*asked, signal.SIGHUP)
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    if importlib.util.find_spec("uvloop") is None:
-        return None
-    import uvloop
+def _new_loop() -> asyncio.AbstractEventLoop:
+    import uvloop  # not for commands that look at exit codes alone
 
     class FineLoop(uvloop.Loop):
         """uvloop, with a clock that measures: its own is read once an iteration, in milliseconds.
@@ -164,7 +161,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
         time = staticmethod(time.monotonic)  # pyright: ignore[reportAssignmentType]
 
-    return FineLoop
+    return FineLoop()
 
 
 def _report(error: BaseException, parent: Parent) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
@@ -43,18 +42,12 @@ async def tracing(service: str, incarnation: int) -> AsyncGenerator[Tracer]:
 def _open(service: str, incarnation: int) -> Tracer:
     if not is_wanted(os.environ):
         return NO_TRACER
-    missing = "opentelemetry.exporter.otlp.proto.http"
     try:
-        is_missing = importlib.util.find_spec(missing) is None
-    except ModuleNotFoundError:  # of a package above it
-        is_missing = True
-    if is_missing:
-        _log.warning(
-            "no traces", reason="OpenTelemetry is not installed: pip install 'pdmesh[otel]'"
-        )
+        from shared.telemetry.otel import open_tracer
+    except ImportError as error:
+        reason = f"OpenTelemetry is not installed ({error}): pip install 'pdmesh[otel]'"
+        _log.warning("no traces", reason=reason)
         return NO_TRACER
-    from shared.telemetry.otel import open_tracer
-
     try:
         return open_tracer(service, f"{incarnation:016x}")
     except Exception as error:

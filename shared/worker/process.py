@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 from typing import cast
 
 from shared.address import Address
@@ -124,9 +125,8 @@ async def _machinery(
         compute = functools.partial(ThreadCompute, enter_copies=carry)
         yield (
             engine,
-            real_platform(
-                secret,
-                tls,
+            replace(
+                real_platform(secret, tls),
                 new_transport=new_transport,
                 compute=compute,
                 profile=profile,

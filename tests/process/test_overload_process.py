@@ -17,9 +17,9 @@ from shared import wire
 from shared.address import Address
 from shared.errors import InvalidRequest, WouldBeLate
 from shared.rpc.methods import GENERATE
-from shared.rpc.stream import open_stream
 from shared.rpc.tcp import TcpNetwork
 from shared.runtime.service import EXIT_BAD_CONFIG
+from tests.support.calls import open_call
 from tests.support.process_mesh import ProcessMesh, process_mesh
 from tests.support.service_process import ServiceProcess
 
@@ -232,7 +232,7 @@ async def generate(gateway: ServiceProcess, key: str, **terms: Any) -> None:
     request = wire.GenerateRequest(text="a", params=wire.GenerateParams(max_tokens=2), **terms)
     async with (
         TcpNetwork().channel(address) as channel,
-        open_stream(channel, GENERATE, metadata=metadata) as stream,
+        open_call(channel, GENERATE, metadata=metadata) as stream,
     ):
         await stream.send(request, end=True)
         async for _ in stream:

@@ -32,6 +32,7 @@ from shared.messages import codec
 from shared.rpc.methods import DECODE_SESSION, MESH_PROVE
 from shared.rpc.network import Network
 from shared.rpc.stream import open_stream
+from tests.support.calls import open_call
 from tests.support.echo_service import EchoService, reserve
 from tests.support.memory_network import MemoryNetwork
 from tests.support.virtual_loop import virtual_time
@@ -301,6 +302,6 @@ class _Recorded:
 
 async def _require_served(channel: Any, text: str) -> None:
     metadata = {STAMP_KEY: text}
-    async with open_stream(channel, DECODE_SESSION, metadata=metadata) as stream:
+    async with open_call(channel, DECODE_SESSION, metadata=metadata) as stream:
         await stream.send(reserve(1))
         assert await stream.receive() is not None

@@ -16,7 +16,7 @@ from shared.request import TokenLogprobs
 from shared.rpc.methods import GENERATE
 from shared.rpc.network import Network
 from shared.rpc.status import RECEIPT_TRAILER
-from shared.rpc.stream import open_stream
+from tests.support.calls import open_call
 
 
 @dataclass
@@ -88,7 +88,7 @@ async def ask(
         request.token_ids = pack_u32(prompt)
     async with network.channel(address) as channel:
         try:
-            async with open_stream(
+            async with open_call(
                 channel, GENERATE, timeout_s=timeout_s, metadata=metadata
             ) as stream:
                 await stream.send(request, end=True)

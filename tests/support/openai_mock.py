@@ -158,7 +158,7 @@ if __name__ == "__main__":
     parser.add_argument("--interval", type=float, default=0.05)
     given = parser.parse_args()
     with contextlib.suppress(KeyboardInterrupt):
-        from services.cli.bench.open_loop import new_event_loop
+        import uvloop
 
-        with asyncio.Runner(loop_factory=new_event_loop) as loop:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
             loop.run(_serve(given.port, given.interval))

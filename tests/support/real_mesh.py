@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from services.decode.role import decode_launch
@@ -188,10 +188,12 @@ async def real_mesh(
     gate = asyncio.Event()
     gate.set()
     new_transport = cast("TransportFactory", open_ucx)
-    of_prefill = real_platform(
-        new_transport=new_transport, compute=lambda engine: GatedCompute(engine, gate)
+    of_prefill = replace(
+        real_platform(),
+        new_transport=new_transport,
+        compute=lambda engine: GatedCompute(engine, gate),
     )
-    of_decode = real_platform(new_transport=new_transport, compute=ThreadCompute)
+    of_decode = replace(real_platform(), new_transport=new_transport, compute=ThreadCompute)
     front = Gateway(
         GatewayConfig(http_port=0, grpc_port=0, mesh_port=0, **(gateway or {})),
         real_platform(),

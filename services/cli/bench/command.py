@@ -45,8 +45,9 @@ def bench(
     flags.check()
     source = flags.source()
     # aiohttp is a third of a second that other commands need not wait for.
+    import uvloop
+
     from services.cli.bench.measurement import Measurement
-    from services.cli.bench.open_loop import new_event_loop
     from services.cli.bench.report import build_report, require_folder, write_report
     from services.cli.bench.view import report_view
 
@@ -55,7 +56,7 @@ def bench(
     measurement = Measurement(url or (DEFAULT_URL,), source, flags, access)
     failure: MeshError | None = None
     try:
-        code = run_interruptible(measurement.go, new_loop=new_event_loop)
+        code = run_interruptible(measurement.go, new_loop=uvloop.new_event_loop)
     except MeshError as error:
         code, failure = EXIT_FAILED, error
     if not any(run.records for run in measurement.runs):

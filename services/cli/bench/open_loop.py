@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import time
 from collections.abc import AsyncGenerator, Sequence
 
@@ -29,15 +28,6 @@ COARSE_S = 0.001
 
 PREPARED_AT_ONCE = 50
 """Requests, until the loop may hear a Ctrl-C: a run of many takes a minute to prepare."""
-
-
-def new_event_loop() -> asyncio.AbstractEventLoop:
-    """Return the fastest loop there is here: uvloop's, or asyncio's own."""
-    if importlib.util.find_spec("uvloop") is None:
-        return asyncio.new_event_loop()
-    import uvloop
-
-    return uvloop.new_event_loop()
 
 
 async def run_open_loop(

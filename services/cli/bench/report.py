@@ -205,5 +205,5 @@ def _environment() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "aiohttp": version("aiohttp"),
-        "uvloop": version("uvloop") if find_spec("uvloop") else None,
+        "uvloop": version("uvloop"),
     }

@@ -40,7 +40,7 @@ def test_the_narrowest_limit_counts(
 ) -> None:
     """The cores that it may run on, a service's group or one above it, a container's of version
     1; threads are whole."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 5}, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 5})
     write(tmp_path, {"proc/self/cgroup": groups})
     write(tmp_path / "sys/fs/cgroup", files)
     assert granted_cores(tmp_path) == granted
@@ -49,7 +49,7 @@ def test_the_narrowest_limit_counts(
 
 def test_two_threads_of_a_core_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the kernel says whose threads they are."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
     cores = {0: "0,2", 1: "1,3", 2: "0,2", 3: "1,3"}
     folder = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
     write(tmp_path, {folder.format(number): f"{own}\n" for number, own in cores.items()})

@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 
 from shared.address import Address, host_of
+from shared.errors import WorkerLost
 from shared.http2.connection import ConnectionLimits
 from shared.listening import listen_at
+from shared.rpc.methods import MESH_PROVE
+from shared.rpc.stream import open_stream
 from shared.rpc.tcp import GuardedChannel, TcpNetwork, closing
 
 
@@ -42,6 +45,21 @@ def test_a_call_that_is_given_up_amid_its_connection_leaves_nothing_behind() -> 
 
     uvloop.run(main())
     assert num_given_up
+
+
+async def test_a_connection_that_the_system_gives_up_is_a_lost_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its word is a TimeoutError, too, and nobody's deadline has passed: another pair may serve."""
+
+    async def gives_up(_: GuardedChannel) -> None:
+        raise TimeoutError(errno.ETIMEDOUT, "Connection timed out")
+
+    monkeypatch.setattr(GuardedChannel, "_create_connection", gives_up)
+    async with closing(GuardedChannel(Address("127.0.0.1", 1), ConnectionLimits())) as channel:
+        with pytest.raises(WorkerLost, match="Connection timed out"):
+            async with open_stream(channel, MESH_PROVE):
+                pass
 
 
 async def test_a_name_is_listened_at_where_this_machine_has_it(

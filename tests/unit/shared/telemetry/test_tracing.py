@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 
@@ -75,10 +74,7 @@ async def test_a_service_without_the_library_says_so_once(
     """It is asked to trace and cannot: one line that says what to install, and it serves."""
     monkeypatch.setenv(*next(iter(ENDPOINT.items())))
 
-    def find_nothing(name: str) -> None:
-        raise ModuleNotFoundError(name)
-
-    monkeypatch.setattr(importlib.util, "find_spec", find_nothing)
+    monkeypatch.setitem(sys.modules, "shared.telemetry.otel", None)
     with structlog.testing.capture_logs() as lines:
         async with tracing("x", 1) as tracer:
             assert tracer.within(CONTEXT) is NO_SPAN
