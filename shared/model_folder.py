@@ -13,7 +13,7 @@ import math
 import os
 import re
 import select
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -36,15 +36,19 @@ BUNDLED = {"demo": DEMO_FOLDER, "demo-tools": DEMO_FOLDER.with_name("demo-tools"
 """Models that come with the package, by the names that ``--model`` takes."""
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
+CONFIG_FILES = ("config.json",)
+TEXT_FILES = ("*.json", "*.jinja")
+ALL_FILES = (*TEXT_FILES, "*.safetensors")
+"""Of a hub name, what is downloaded: for who needs the model's shape alone, also its tokenizer and
+template, or its weights, too."""
 
 
-def resolve_model(name_or_path: str) -> Path:
+def resolve_model(name_or_path: str, files: Sequence[str] = ALL_FILES) -> Path:
     """Return the local folder of a model: a path, a bundled one (``demo``,
     ``demo-tools``), or a hub name (``org/name``).
 
-    A hub name needs the extra ``hub``, is downloaded once, and is found in the local cache when
-    there is no network.
+    A hub name needs the extra ``hub``, is downloaded once (``files`` of it), and is found in the
+    local cache when there is no network.
     Raises ModelError: there is no such folder, or the name can be neither downloaded nor found in
     the cache.
     """
@@ -61,7 +65,7 @@ def resolve_model(name_or_path: str) -> Path:
             f"there is no model folder {path}, and it is no hub name (org/name) either: --model "
             "wants a folder that holds config.json, a hub name, or demo"
         )
-    return _download(name_or_path)
+    return _download(name_or_path, files)
 
 
 def read_template(path: Path) -> str:
@@ -89,7 +93,7 @@ def _soon_opened(path: str, flags: int) -> int:
     return descriptor
 
 
-def _download(name: str) -> Path:
+def _download(name: str, files: Sequence[str]) -> Path:
     try:
         import huggingface_hub as hub_module
     except ImportError:
@@ -99,7 +103,7 @@ def _download(name: str) -> Path:
         ) from None
     hub: Any = hub_module
     try:
-        return Path(hub.snapshot_download(name, allow_patterns=list(_HUB_FILES)))
+        return Path(hub.snapshot_download(name, allow_patterns=list(files)))
     # The library raises its own, requests', httpx's and the operating system's errors for the same
     # few causes; all of them mean "not available", and the text says which.
     except Exception as error:
@@ -135,6 +139,12 @@ class ModelFolder:
         self._root = _allowed_root(self.path.resolve())
         if self.file("config.json") is None:
             raise ModelError(f"{self.path} holds no config.json: it is no model folder")
+
+    @property
+    def name(self) -> str:
+        """The folder's; of a snapshot in a hub cache, which is named by a commit, the hub's."""
+        name, is_cached = self._root.name, self._root != self.path.resolve()
+        return name.removeprefix("models--").replace("--", "/") if is_cached else name
 
     def file(self, name: str) -> Path | None:
         """Return the path of a file of this folder, or None if there is none.

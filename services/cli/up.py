@@ -273,8 +273,6 @@ def plan_mesh(config: UpConfig, environment: Mapping[str, str]) -> MeshPlan:
     folder = resolve_model(gateway.model)  # a hub name is downloaded here, once
     if "torch" in (prefill.engine, decode.engine):
         read_model_config(ModelFolder(folder))  # before the gateway finds fault with its tokenizer
-    if not gateway.model_name and "/" in gateway.model and not Path(gateway.model).is_dir():
-        gateway = dataclasses.replace(gateway, model_name=gateway.model)
     num_prompt = shape.prefill or shape.workers // 2
     num_answer = shape.decode or shape.colocated or shape.workers - num_prompt
     workers = [*[prefill] * num_prompt, *[decode] * num_answer]

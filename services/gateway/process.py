@@ -14,7 +14,7 @@ from services.gateway.text.text_model import TextModel
 from shared.config import GatewayConfig
 from shared.errors import InvalidRequest, ModelError
 from shared.mesh_secret import mesh_secret
-from shared.model_folder import ModelFolder, read_template, resolve_model
+from shared.model_folder import TEXT_FILES, ModelFolder, read_template, resolve_model
 from shared.rpc.network import Address
 from shared.rpc.tls import MeshTls
 from shared.runtime.platform import real_platform
@@ -24,7 +24,7 @@ from shared.runtime.service import Process, run_service
 def load(config: GatewayConfig) -> tuple[ModelFolder, TextModel]:
     """Return the model's folder, and its text: as many long prompts may wait to be tokenized as
     are let in afterwards. Raises ModelError."""
-    folder = ModelFolder(resolve_model(config.model))
+    folder = ModelFolder(resolve_model(config.model, TEXT_FILES))
     served = ServedModel(name="", vocab_size=folder.vocab_size, max_model_len=1, created=0)
     try:  # else each request that leaves them out would be told that it has them wrong
         sampling_params(

@@ -8,7 +8,7 @@ from typing import Any, Final
 from services.planner.core.kv_size import PUBLISHED, KvShape
 from shared.engine.models.registry import read_model_config
 from shared.errors import InvalidRequest, ModelError
-from shared.model_folder import ModelFolder, resolve_model
+from shared.model_folder import CONFIG_FILES, ModelFolder, resolve_model
 
 _DTYPE_BYTES: Final = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "float8": 1.0}
 
@@ -23,7 +23,7 @@ def kv_shape(name: str) -> KvShape:
     if name.lower() in PUBLISHED:
         return PUBLISHED[name.lower()]
     try:
-        folder = ModelFolder(resolve_model(name))
+        folder = ModelFolder(resolve_model(name, CONFIG_FILES))
     except ModelError as error:
         if "/" in name:
             raise
@@ -79,7 +79,7 @@ def folder_shape(folder: ModelFolder) -> KvShape:
         tied = 1 if config.get("tie_word_embeddings") else 2
         num_weights = float(num_layers * layer + tied * whole("vocab_size") * hidden)
     return KvShape(
-        name=folder.path.name,
+        name=folder.name,
         num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=num_kv_heads,

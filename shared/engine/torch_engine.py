@@ -165,7 +165,7 @@ class TorchEngine(DeviceEngine):
         served = layout.dtype
         eos = files.eos_token_ids
         spec = ModelSpec(
-            name=name or files.path.resolve().name,
+            name=name or files.name,
             fingerprint=checkpoint.digest(
                 *(config.canonical(), served, repr(sorted(eos))), vocab_size=config.vocab_size
             ),

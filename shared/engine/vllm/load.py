@@ -364,7 +364,7 @@ def _spec(
     canonical += settings.form_of_length(model.hf_text_config, model.max_model_len)
     vocab_size = model.get_vocab_size()
     return ModelSpec(
-        name=files.path.resolve().name,
+        name=files.name,
         fingerprint=checkpoint.digest(
             *(canonical, served, repr(sorted(eos))), vocab_size=vocab_size
         ),

@@ -12,7 +12,7 @@ import pytest
 
 from shared import model_folder
 from shared.errors import ModelError
-from shared.model_folder import ModelFolder, SpecialTokens, resolve_model
+from shared.model_folder import CONFIG_FILES, ModelFolder, SpecialTokens, resolve_model
 
 CONFIG = {"max_position_embeddings": 512, "vocab_size": 99, "eos_token_id": 2}
 
@@ -155,10 +155,19 @@ def test_hub_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = FakeHub(tmp_path)
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)  # type: ignore[arg-type]
     assert resolve_model("org/name-1.5B") == tmp_path
-    assert hub.asked == [("org/name-1.5B", ["*.json", "*.safetensors", "*.jinja"])]
+    assert hub.asked == [("org/name-1.5B", ["*.json", "*.jinja", "*.safetensors"])]
+    resolve_model("org/name-1.5B", CONFIG_FILES)
+    assert hub.asked[1:] == [("org/name-1.5B", ["config.json"])]
     hub.answer = OSError("no route\nmore")
     with pytest.raises(ModelError, match=r"no route\).*hf download org/name"):
         resolve_model("org/name")
+
+
+def test_a_snapshot_has_the_name_of_the_hub(tmp_path: Path) -> None:
+    """A commit names its folder in the cache, and says nothing to who asks what is served."""
+    assert a_folder(tmp_path / "my--model").name == "my--model"
+    snapshot = tmp_path / "models--org--name-1.5B" / "snapshots" / "0a1b2c"
+    assert a_folder(snapshot).name == "org/name-1.5B"
 
 
 def test_reads_without_torch() -> None:

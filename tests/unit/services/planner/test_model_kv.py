@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from services.planner.model_kv import folder_shape
+from services.planner.model_kv import folder_shape, kv_shape
 from shared.model_folder import ModelFolder
 
 SIZES = {"num_attention_heads": 4, "hidden_size": 64, "num_hidden_layers": 2}
@@ -50,3 +52,23 @@ def test_what_a_config_leaves_out_is_its_familys(
     (tmp_path / "config.json").write_text(json.dumps({**sizes, **known, **config}))
     shape = folder_shape(ModelFolder(tmp_path))
     assert (shape.num_kv_heads, shape.head_dim) == (kv_heads, head_dim)
+
+
+def test_a_hub_name_brings_its_config_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not its weights, of which nothing is asked; and it keeps its name, for a commit's says
+    nothing."""
+    snapshot = tmp_path / "models--org--name" / "snapshots" / "0a1b2c"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps(SIZES))
+    asked: list[str] = []
+
+    def download(name: str, *, allow_patterns: list[str]) -> str:
+        asked.extend((name, *allow_patterns))
+        return str(snapshot)
+
+    hub = SimpleNamespace(snapshot_download=download)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    assert kv_shape("org/name").name == "org/name"
+    assert asked == ["org/name", "config.json"]

@@ -8,12 +8,14 @@ import itertools
 import os
 import re
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -579,6 +581,21 @@ async def test_a_template_of_ones_own(tmp_path: Path) -> None:
             load(GatewayConfig(model=str(DEMO_FOLDER), chat_template=path))
     with pytest.raises(ModelError, match=r"no\.jinja: No such file"):
         load(GatewayConfig(model=str(DEMO_FOLDER), chat_template=tmp_path / "no.jinja"))
+
+
+def test_of_a_hub_name_a_gateway_wants_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no use for them, and its host may have no room."""
+    asked: list[str] = []
+
+    def download(name: str, *, allow_patterns: list[str]) -> str:
+        asked.extend((name, *allow_patterns))
+        return str(DEMO_FOLDER)
+
+    hub = SimpleNamespace(snapshot_download=download)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    _, model = load(GatewayConfig(model="org/name"))
+    model.close()
+    assert asked == ["org/name", "*.json", "*.jinja"]
 
 
 def test_a_template_may_come_through_a_pipe(
