@@ -31,6 +31,7 @@ from shared.home import Home
 from shared.ids import Incarnation, StreamId
 from shared.kv.journal import KvChanges
 from shared.kv.layout import KvLayout
+from shared.kv.prefix_hash import UNIT
 from shared.liveness import LivenessRule
 from shared.model_spec import ModelSpec
 from shared.transfer.messages import LinkId
@@ -136,6 +137,8 @@ class Members(ABC):
             is_mixed=is_colocated or (role == "decode" and serves_both),
             skips=self._skips,
         )
+        if self.router.prefixes is not None or size.tiers:  # else nobody ever asks what is cached
+            core.pool.listen(core.journal, UNIT)
         worker = Worker(
             role=Role(role),
             incarnation=core.incarnation,
@@ -179,8 +182,7 @@ class Members(ABC):
             one.ends.pair(other, LinkId(next(self._links)))
             other.ends.pair(one, LinkId(next(self._links)))
             for core in (one, other):
-                core.catch_up()  # else its report would wait for the end of the step that runs
-                core.on_change()
+                core.on_change(self.clock.now)
 
     def _ask_prefixes(self) -> None:
         assert self.router.prefixes is not None
@@ -224,8 +226,7 @@ class Members(ABC):
 
         def hear() -> None:
             member.home = member.home.after(order.home, member.worker.serves)
-            member.core.catch_up()
-            member.core.on_change()
+            member.core.on_change(self.clock.now)
 
         self.clock.send(hear)
 
@@ -283,7 +284,7 @@ class Members(ABC):
             if other is not member and other.core.is_alive:
                 other.core.catch_up()
                 other.core.ends.lose(member.core, error)
-                other.core.on_change()
+                other.core.on_change(self.clock.now)
 
     def report_of(self, member: Member, load: WorkerStatus) -> WorkerStatus:
         """What a worker tells beside its load."""

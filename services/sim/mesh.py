@@ -230,8 +230,9 @@ class CoreMesh(Members):
 
     def _search(self, answer: CoreAnswer, search: LookForPair) -> None:
         answer.search = search
-        self.clock.at(search.until, lambda: self._wait_over(answer, search))
         self._look(answer)
+        if answer.search is search:  # nearly all find one at once
+            self.clock.at(search.until, lambda: self._wait_over(answer, search))
 
     def _look(self, answer: CoreAnswer) -> None:
         if answer.search is None:

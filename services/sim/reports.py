@@ -9,7 +9,7 @@ from services.gateway.core.index.prefixes import PrefixReports
 from services.gateway.core.worker import Role, WorkerStatus
 from services.sim.worker import CoreWorker
 from shared.home import Home
-from shared.ids import Incarnation, StreamId
+from shared.ids import StreamId
 from shared.kv.journal import KvChanges, Tier
 
 
@@ -37,21 +37,20 @@ class Reporter:
         self._kv_interval_s = self._kv_due_at = 0.0
         core.on_change = self.changed
 
-    def changed(self) -> None:
-        """The load has changed, or will with the end of the first of the equal steps that run."""
-        changed_at = max(self._clock.now, self._core.step_ends_at)
-        if changed_at < self._news_at:
-            self._news_at = changed_at
+    def changed(self, at: float) -> None:
+        """The load changes at this time: now, or with the end of the first of equal steps."""
+        if at < self._news_at:
+            self._news_at = at
             self._report_at(
                 # Never later than it would come without news.
-                min(changed_at + self.gather_s, self._reported_at + self._report_s)
+                min(at + self.gather_s, self._reported_at + self._report_s)
             )
 
     def asked(self, reports: PrefixReports) -> None:
         """The gateway wants to know what is cached here, from a snapshot on."""
         self._core.journal.subscribe("gateway", reports.granule_tokens)
         self._kv_interval_s, self._kv_due_at = reports.interval_s, 0.0
-        self.changed()
+        self.changed(self._clock.now)
 
     def _report_at(self, when: float) -> None:
         self._number += 1
@@ -73,8 +72,8 @@ class Reporter:
             if changes is None or changes.is_whole:
                 break
         # The end of each equal step changes the load, and is no event that would tell so.
-        if self._core.step_ends_at > 0.0:
-            self.changed()
+        if (ends_at := self._core.step_ends_at) > 0.0:
+            self.changed(ends_at)
         else:
             self._report_at(self._reported_at + self._report_s)
 
@@ -97,7 +96,7 @@ def status_of(
     """Return what a worker says of itself: see ``MeshWorker.load``. is_mixed: it is its own
     partner."""
     scheduled, leased = core.scheduler.statistics(), core.leases.statistics()
-    own = {core.incarnation} if is_mixed else set[Incarnation]()
+    sinks = core.ends.sinks  # the same object until it changes, which the gateway looks at first
     prompt_steps, answer_steps = core.engine.fits()
     num_held = core.num_held
     token_s = {} if core.tiers is None else core.tiers.core.token_s
@@ -108,7 +107,7 @@ def status_of(
         free_blocks=core.pool.num_blocks - num_held,
         reserved_blocks=num_held - leased.num_quarantined_blocks,
         quarantined_blocks=leased.num_quarantined_blocks,
-        paired=core.ends.sinks | own,
+        paired=sinks | {core.incarnation} if is_mixed else sinks,
         num_prompts=core.num_prompts,
         num_answers=core.num_answers,
         home=home.role,

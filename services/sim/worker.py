@@ -13,13 +13,12 @@ import math
 from array import array
 from collections.abc import Callable
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 from services.sim.clock import EventClock
 from services.sim.ends import KvEnds
 from services.sim.engine import ANSWER_TOKEN, DoneWork, SimEngine
-from services.sim.equal_steps import MOST_SKIPPED, EqualSteps
+from services.sim.equal_steps import LEAST_SKIPPED, MOST_SKIPPED, EqualSteps
 from services.sim.orders import SimJob, Word, WorkerSize, slot_of
 from services.sim.stages import Stages
 from services.sim.tier_copies import TierCopies
@@ -29,7 +28,6 @@ from shared.ids import Incarnation
 from shared.kv.journal import Journal
 from shared.kv.layout import KvLayout
 from shared.kv.pool import BlockPool
-from shared.kv.prefix_hash import UNIT
 from shared.model_spec import ModelSpec
 from shared.request import FinishReason
 from shared.schedule.budget import budget_of
@@ -40,6 +38,7 @@ from shared.schedule.scheduler import SchedulePolicy, Scheduler
 from shared.schedule.sequence import Sequence
 from shared.transfer.messages import TransferKey
 from shared.transfer.orders import Order
+from shared.worker.core import life as lives
 from shared.worker.core.lease import (
     AbortReceive,
     GrantLease,
@@ -51,18 +50,7 @@ from shared.worker.core.lease import (
 )
 from shared.worker.core.lease import Effect as LeaseEffect
 from shared.worker.core.leases import Leases
-from shared.worker.core.life import (
-    AbortPush,
-    CancelLease,
-    Close,
-    Life,
-    LifeEvent,
-    LifeState,
-    ReportDone,
-    ReportFailed,
-    StopCompute,
-    Task,
-)
+from shared.worker.core.life import Life, LifeEvent, LifeState, Task
 from shared.worker.core.lower_tiers import prompt_times
 
 
@@ -93,7 +81,6 @@ class CoreWorker:
             size.num_blocks, size.block_size, model_key=spec.fingerprint + layout.digest
         )
         self.journal = Journal(size.block_size)
-        self.pool.listen(self.journal, UNIT)
         self.leases = Leases(self.pool, LeasePolicy())
         self.jobs: dict[tuple[TransferKey, Task], SimJob] = {}
         self._budget = budget_of(
@@ -113,7 +100,7 @@ class CoreWorker:
         )
         self.scheduler = Scheduler(self.pool, policy)
         self.num_prompts = self.num_answers = 0
-        self.on_change: Callable[[], None] = lambda: None
+        self.on_change: Callable[[float], None] = lambda at: None
         self.ends = KvEnds(self, layout, size)
         has_prompts = pushes or is_mixed
         self.tiers = TierCopies(self, layout, size) if size.tiers and has_prompts else None
@@ -127,6 +114,7 @@ class CoreWorker:
         self._is_committing = False
         self._run: EqualSteps | None = None
         self._run_ends = array("d")
+        self._most_skipped = LEAST_SKIPPED
         self._untold: list[SimJob] = []
         self._looks_at = math.inf
 
@@ -136,7 +124,7 @@ class CoreWorker:
     # --- orders -----------------------------------------------------------------------------------
 
     def take(self, task: Task, order: Order) -> None:
-        self.catch_up()
+        self.catch_up(ends_run=task is not Task.ANSWER)
         now, key = self.clock.now, order.key
         life = Life(task, has_push=task is Task.PROMPT and order.peer is not None)
         job = self.jobs[key, slot_of(task)] = SimJob(order, life, now)
@@ -149,6 +137,7 @@ class CoreWorker:
             self.do_leases(effects)
             if job.lease.state is LeaseState.WAITING:
                 self._arm(self.leases.next_tick_at)
+            self._end_run_for_room()
             return
         job.sequence = Sequence(order.item)
         self.jobs_of[job.sequence] = job
@@ -160,7 +149,7 @@ class CoreWorker:
                 self.ends.begin(key, order.peer, len(order.item.token_ids))
         if self.tiers is None or not self.tiers.begin(job):
             self.ends.await_prefix(job)
-        self.on_change()
+        self.on_change(self.clock.now)
         self.step()
 
     def cancel(self, key: TransferKey, task: Task) -> None:
@@ -181,26 +170,26 @@ class CoreWorker:
         key = job.order.key
         for effect in job.life.handle(event, error):
             match effect:
-                case ReportFailed(why):
+                case lives.ReportFailed(why):
                     if job.life.task is Task.PREFIX:
                         self.ends.fetch_ended(key)
                     else:
                         self._say(job, "failed", error=why)
-                case ReportDone():
+                case lives.ReportDone():
                     self._say(job, "done")
-                case StopCompute():
+                case lives.StopCompute():
                     assert job.sequence is not None
                     # Its blocks stay until the commit of a step that uses them; a run has none.
                     self._step_alone()
                     self.scheduler.abort(job.sequence)
-                case AbortPush(why):
+                case lives.AbortPush(why):
                     self.ends.do(self.ends.senders.give_up(key, why, self.clock.now))
-                case CancelLease(why):
+                case lives.CancelLease(why):
                     lease = job.its_lease
                     self.do_leases(self.leases.cancel(lease, why, now=self.clock.now))
                     if lease.state is LeaseState.RELEASED:
                         self.handle(job, LifeEvent.SETTLED)
-                case Close():
+                case lives.Close():
                     self._close(job)
 
     def _close(self, job: SimJob) -> None:
@@ -251,7 +240,7 @@ class CoreWorker:
                     self.ends.do(self.ends.receivers.give_up(lease.key, error, self.clock.now))
                 case MakeRoom(num_tokens, error):
                     self.ends.do(self.ends.senders.give_way(num_tokens, error, self.clock.now))
-        self.on_change()
+        self.on_change(self.clock.now)
 
     def _arm(self, when: float | None) -> None:
         """See to it that leases are looked at then or before: see ``Reservations``."""
@@ -269,13 +258,13 @@ class CoreWorker:
 
     # --- steps ------------------------------------------------------------------------------------
 
-    def step(self, most: int = MOST_SKIPPED) -> None:
-        """Plan a step if none runs; it is computed at its end. most: equal ones in one event."""
+    def step(self) -> None:
+        """Plan a step if none runs; it is computed at its end."""
         is_busy = self._stepping is not None or self._run is not None or self._is_committing
         if is_busy or not self.is_alive:
             return
         if self._skips and (num_steps := self.scheduler.runway()):
-            self._begin_run(min(num_steps, most))
+            self._begin_run(min(num_steps, self._most_skipped))
             return
         # Before this plan's tokens: a run's first is counted back from the newest (``_tell_run``).
         self._tell_runs()
@@ -351,39 +340,52 @@ class CoreWorker:
             if job.told_until < 0:
                 job.told_until = num_told
                 self._untold.append(job)
-        now = self.clock.now
-        # Each row reads one token more in the next step.
-        takes = (times.step_s(0, 0, rows, context + step * rows) for step in range(num_steps))
-        run = self._run = EqualSteps(list(accumulate(takes, initial=now))[1:], now, rows)
-        at = run.ends[-1]
+        run = self._run = EqualSteps.begin(times, self.clock.now, num_steps, rows, context)
+        self._end_run_at(run, run.ends[-1])
+        self.on_change(run.ends[0])
+
+    def _end_run_at(self, run: EqualSteps, at: float) -> None:
         self.clock.at(at, lambda: self._end_run(run, at))
-        self.on_change()
 
     def _end_run(self, run: EqualSteps, at: float) -> None:
         # Caught up since: the step that ran then is the last, and has an event of its own.
         if self._run is not run or run.ends[-1] != at or not self.is_alive:
             return
         self._run, self._is_committing = None, True
+        self._most_skipped = min(2 * self._most_skipped, MOST_SKIPPED)
         self._take_steps(run, len(run.ends))
         self._is_committing = False
         self.grant_waiting()
         self.step()
 
-    def catch_up(self) -> None:
-        """Have done what has been skipped; the step that runs now is the last of its run."""
+    def catch_up(self, *, ends_run: bool = True) -> None:
+        """Have done what has been skipped; the step that runs now is the last of its run, unless
+        whoever comes changes nothing of the batch."""
         run = self._run
-        if run is None or run.has_blocks:
+        if run is None or run.is_last:
             return
-        num_done = run.num_done(self.clock.now)
-        if num_done:
+        if num_done := run.num_done(self.clock.now):
             self._take_steps(run, num_done)
-        self.scheduler.begin_step(run.num_rows)
-        run.has_blocks = True
-        self.work.note(0.0, self.pool.num_held, 0)
-        at = run.ends[0]
+        if not run.has_blocks:
+            self.scheduler.begin_step(run.num_rows)
+            run.has_blocks = True
+            self.work.note(0.0, self.pool.num_held, 0)
+        if ends_run:
+            self._shorten(run)
+
+    def _end_run_for_room(self) -> None:
+        """Blocks were promised: the run goes on if it has as many as its rows could need at most,
+        and nobody waits who is asked at a step's end."""
+        if (run := self._run) is not None:
+            most = run.num_rows * (len(run.ends) // self.pool.block_size + 1)
+            if most > self.pool.num_available or self.leases.has_waiting:
+                self._shorten(run)
+
+    def _shorten(self, run: EqualSteps) -> None:
         if len(run.ends) > 1:
             del run.ends[1:]
-            self.clock.at(at, lambda: self._end_run(run, at))
+            self._most_skipped = LEAST_SKIPPED
+            self._end_run_at(run, run.ends[0])
 
     def _step_alone(self) -> None:
         """The step that runs now is an ordinary one again, and all that came before it is told."""
@@ -405,13 +407,13 @@ class CoreWorker:
 
     def _take_steps(self, run: EqualSteps, num_steps: int) -> None:
         times, held = run.ends[:num_steps], 0
-        if not run.has_blocks:
+        if not run.has_blocks or num_steps > 1:
             held = self.pool.num_held + num_blocks_for(num_steps, self.scheduler.running, self.pool)
         # After ``held``: an answer that ends gives its blocks back, and held them to the last step.
         ended = self.scheduler.advance([[ANSWER_TOKEN] * num_steps] * run.num_rows)
         self._run_ends.extend(times)
         self.work.note(times[-1] - run.began_at, held, num_steps)
-        run.began_at = times[-1]
+        run.began_at, run.has_blocks = times[-1], False
         del run.ends[:num_steps]
         for job in [self.jobs_of[sequence] for sequence in ended]:
             self._untold.remove(job)
@@ -440,7 +442,7 @@ class CoreWorker:
     def num_held(self) -> int:
         """Blocks that are held, what the running step takes included."""
         run, num_held = self._run, self.pool.num_held
-        if run is None or run.has_blocks:
+        if run is None or run.is_last:
             return num_held
         num_done = run.num_done(self.clock.now)
         return num_held + num_blocks_for(num_done + 1, self.scheduler.running, self.pool)
@@ -448,10 +450,7 @@ class CoreWorker:
     @property
     def step_ends_at(self) -> float:
         """When the step ends that runs among equal ones; 0 = there are none."""
-        run = self._run
-        if run is None or run.has_blocks:
-            return 0.0
-        return run.ends[run.num_done(self.clock.now)]
+        return 0.0 if self._run is None else self._run.step_ends_at(self.clock.now)
 
     def queue_s(self) -> float:
         """Predict when every prompt that is here now is computed."""
@@ -486,9 +485,10 @@ class CoreWorker:
         self.handle(job, LifeEvent.BEGUN)
         self.scheduler.add_ready(job.sequence)
         self._say(job, "joined")
-        self.on_change()
-        # Its prompt may be a prefix of one that waits for room, and is asked at a step's end.
-        self.step(1 if self.leases.has_waiting else MOST_SKIPPED)
+        self.on_change(self.clock.now)
+        if self.leases.has_waiting:  # for room; asked at a step's end, it may begin as this prompt
+            self._most_skipped = 1
+        self.step()
 
     def release(self, job: SimJob) -> None:
         """Nothing writes the blocks of a lease any more."""
