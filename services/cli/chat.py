@@ -22,6 +22,7 @@ from services.cli.generate import USUAL, Answer, Sampling, print_piece, stream_a
 from services.cli.interrupts import EXIT_INTERRUPTED, Interrupts
 from services.cli.models import NONE_YET
 from services.cli.receipt import receipt_table
+from services.cli.words import plain_console
 from shared.config import DEMO_MODEL
 from shared.errors import MeshError
 from shared.runtime.service import EXIT_FAILED, EXIT_OK
@@ -105,15 +106,15 @@ def chat(
     """
     served = asyncio.run(gateway.ask("/v1/models"))["data"]
     talk = Conversation(gateway, {"model": model, **asdict(sampling)}, system)
-    out = Console(highlight=False)
+    out = plain_console()
     if not sys.stdin.isatty():
         return _Dialogue(talk, out).run(_piped_lines())
     from services.cli.chat_input import typed_lines
 
     name = f"{served[0]['id']} at {gateway.url}" if served else NONE_YET
-    out.print(f"{name}  (/help, /quit)", style="dim", markup=False)
+    out.print(f"{name}  (/help, /quit)", style="dim")
     if served and served[0]["id"] == DEMO_MODEL:
-        out.print(DEMO_NOTE, style="dim", markup=False)
+        out.print(DEMO_NOTE, style="dim")
     _Dialogue(talk, out).run(typed_lines(COMMANDS, is_history_kept=history))
     return EXIT_OK
 
@@ -137,7 +138,7 @@ class _Dialogue:
     def __init__(self, talk: Conversation, out: Console) -> None:
         self._talk = talk
         self._out = out
-        self._err = Console(stderr=True, highlight=False)
+        self._err = plain_console(stderr=True)
         self._code = EXIT_OK
 
     def run(self, lines: Iterator[str]) -> int:
@@ -187,7 +188,7 @@ class _Dialogue:
                 return True
             case "/help":
                 for command, meaning in COMMANDS.items():
-                    self._out.print(f"{command:<10}{meaning}", markup=False)
+                    self._out.print(f"{command:<10}{meaning}")
                 self._out.print(KEYS, style="dim", end="")
             case "/reset":
                 talk.reset()

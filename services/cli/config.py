@@ -13,10 +13,10 @@ import textwrap
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-from cyclopts import Group, Parameter
+from cyclopts import Parameter
 
 from services.cli.flags import field_texts
-from services.cli.sources import ConfigFlag, JsonFlag, with_config_file
+from services.cli.sources import OUTPUT, ConfigFlag, JsonFlag, with_config_file
 from services.cli.words import print_json
 from shared.config import SECRET_SETTINGS
 from shared.quantity import unit_of, write_quantity
@@ -47,7 +47,7 @@ def config(
     example: Annotated[
         bool,
         Parameter(
-            group=Group("Output", sort_key=8),
+            group=OUTPUT,
             negative="",
             show_env_var=False,
             show_default=False,

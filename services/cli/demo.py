@@ -91,7 +91,7 @@ def demo(*, file: ConfigFlag = None) -> int:
 async def _show_answer(mesh: LocalMesh, console: Console) -> None:
     console.print(f"prompt: {PROMPT}\n")
     console.print("answer: ", end="")
-    show = functools.partial(console.print, end="", markup=False)
+    show = functools.partial(console.print, end="")
     answer = await ask(mesh.http_url, PROMPT, EXPECTED, show)
     console.print("\n")
     console.print(receipt_table(answer.receipt, answer.usage))

@@ -10,18 +10,18 @@ from typing import Annotated, Any, Final
 
 import orjson
 from cyclopts import Group, Parameter
-from rich.console import Console
 
 from services.cli.client import LOCAL_GATEWAY, GatewayRefused, RunningGateway, refusal, unreachable
 from services.cli.flags import CannotRun, require
 from services.cli.interrupts import run_interruptible
 from services.cli.receipt import receipt_table
+from services.cli.sources import OUTPUT
+from services.cli.words import plain_console
 from shared.errors import InvalidRequest, WorkerLost
 
 MAX_EVENT_BYTES = 4 << 20
 
 _SAMPLING = Parameter(group=Group("Sampling", sort_key=1))
-_OUTPUT = Parameter(group=Group("Output", sort_key=3))
 
 
 @Parameter(name="*")
@@ -59,7 +59,7 @@ def generate(
     chat: Annotated[bool, Parameter(negative="--raw", group=_SAMPLING.group)] = True,
     sampling: Sampling = USUAL,
     gateway: RunningGateway = LOCAL_GATEWAY,
-    receipt: Annotated[bool, _OUTPUT] = True,
+    receipt: Annotated[bool, Parameter(group=OUTPUT)] = True,
 ) -> int:
     """Send a prompt to a running gateway and print the answer as it comes.
 
@@ -89,7 +89,7 @@ def generate(
             if answer.text:
                 print(flush=True)
         if receipt and answer.receipt:
-            Console(stderr=True).print(receipt_table(answer.receipt, answer.usage))
+            plain_console(stderr=True).print(receipt_table(answer.receipt, answer.usage))
 
     return run_interruptible(main)
 

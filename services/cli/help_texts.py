@@ -128,6 +128,10 @@ pdmesh plan fleet --rate 8 --device a100 --model llama-3-8b
 pdmesh plan verify                        a live mesh's last minutes, predicted beside seen
 pdmesh plan watch                         what the live planner would do on it now
 """,
+    "plan paper": """
+pdmesh plan paper distserve               needs no files
+pdmesh plan paper splitwise --data data   with what its authors have published
+""",
     "plan paper distserve": r"""
 pdmesh plan paper distserve
 pdmesh plan paper distserve --requests requests.csv --model opt-66b --prefill 4,1 --decode 2,2 \

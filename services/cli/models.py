@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from rich.console import Console
-
 from services.cli.client import LOCAL_GATEWAY, RunningGateway
 from services.cli.sources import JsonFlag
-from services.cli.words import plain_table, print_json
+from services.cli.words import plain_console, plain_table, print_json
 
 NONE_YET: Final = "no model yet: the first worker to join brings it"
 
@@ -31,4 +29,4 @@ def models(
     for model in answer["data"]:
         length = model.get("max_model_len")  # other servers may leave it out
         table.add_row(str(model.get("id")), f"{length:,} tokens" if length else "not said")
-    Console(highlight=False, soft_wrap=True).print(table)
+    plain_console().print(table)

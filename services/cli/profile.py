@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 from cyclopts import Parameter
-from rich.console import Console
 from rich.table import Table
 
 from services.cli.client import NO_ACCESS, Access, RunningGateway, require_url
 from services.cli.flags import CannotRun, config_flags, require_worker_modules
 from services.cli.interrupts import run_interruptible
-from services.cli.sources import ConfigFlag, JsonFlag
-from services.cli.words import plain_table, print_json
+from services.cli.sources import QUIET, ConfigFlag, JsonFlag
+from services.cli.words import plain_console, plain_table, print_json
 from shared.config import PrefillConfig
 from shared.errors import InvalidRequest
 from shared.log import configure_logs
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from shared.profile.kept import KeptProfile  # loads what gateways' machines lack
     from shared.profile.step_profile import StepProfile
 
-_FORCE: Final = Parameter(negative="")
 _OUTPUT: Final = Parameter(name=("--output", "-o"), show_env_var=False, show_default=False)
 _FROM: Final = Parameter(name="--from", show_env_var=False, show_default=False)
 _MEASURE: Final = Parameter(show_env_var=False, show_default="30")
@@ -39,7 +37,7 @@ MOST_MEASURE_S: Final = 3600.0
 def profile(
     *,
     config: PrefillConfig = PrefillConfig(),  # noqa: B008  (frozen)
-    force: Annotated[bool, _FORCE] = False,
+    force: Annotated[bool, QUIET] = False,
     output: Annotated[Path | None, _OUTPUT] = None,
     measure: Annotated[float | None, _MEASURE] = None,
     from_: Annotated[str | None, _FROM] = None,
@@ -65,6 +63,10 @@ def profile(
         URL of a running gateway: measure nothing, and write to --output what its workers have
         learned of their own steps.
     """
+    if from_ is not None and (force or measure is not None):
+        raise InvalidRequest("--from measures nothing: leave --force and --measure out")
+    if output is not None and force:
+        raise InvalidRequest("--output measures in any case: leave --force out")
     if from_ is not None:
         return _profile_live(RunningGateway(url=from_, access=access), output, as_json=as_json)
     config.check()
@@ -92,11 +94,11 @@ def profile(
     if as_json:
         print_json(kept.profile)
         return EXIT_OK
-    console = Console(highlight=False, soft_wrap=True)
+    console = plain_console()
     console.print(_values(kept.profile))
     console.print(_sweep(kept.profile))
     word = f"measured in {kept.took_s:.1f} s" if kept.took_s else "measured at an earlier start"
-    console.print(f"\n{word}; {f'kept in {kept.path}' if kept.path else 'not kept'}")
+    print(f"\n{word}; {f'kept in {kept.path}' if kept.path else 'not kept'}")
     return EXIT_OK
 
 
@@ -156,9 +158,8 @@ def _write(found: StepProfile, output: Path, *, as_json: bool) -> int:
             f"{phase.num_steps} steps",
             f"{phase.most_tokens} tokens, {phase.most_attended} positions",
         )
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(table)
-    console.print(f"{found.model} on {', '.join(found.machine.values())}; written to {output}")
+    plain_console().print(table)
+    print(f"{found.model} on {', '.join(found.machine.values())}; written to {output}")
     return EXIT_OK
 
 

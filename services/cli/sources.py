@@ -15,6 +15,7 @@ from cyclopts.config import Env
 from shared.config import PrefillConfig
 from shared.settings import CONFIG_VARIABLE, PREFIX, ROLES, read_settings, text_of
 
+OUTPUT: Final = Group("Output", sort_key=8)
 PLAIN: Final = Parameter(show_env_var=False)
 QUIET: Final = Parameter(show_env_var=False, negative="", show_default=False)
 
@@ -29,7 +30,7 @@ ConfigFlag = Annotated[
 ]
 """The parameter ``file`` of every command that starts a service."""
 
-JsonFlag = Annotated[bool, QUIET, Parameter(name="--json", help="Print JSON.")]
+JsonFlag = Annotated[bool, QUIET, Parameter(name="--json", help="Print JSON.", group=OUTPUT)]
 """The parameter ``as_json`` of every command that has something to tell programs."""
 
 

@@ -39,7 +39,8 @@ FACTS = {
 def unblocked_console() -> Console:
     """Return the console of a command that serves meanwhile: whoever does not read it, or has left,
     holds up nothing."""
-    return Console(file=cast("IO[str]", UnblockedText(sys.stdout)), highlight=False)
+    out = cast("IO[str]", UnblockedText(sys.stdout))
+    return Console(file=out, highlight=False, markup=False)
 
 
 @contextlib.contextmanager
@@ -103,7 +104,8 @@ class LiveView:
     def _table(self) -> Table:
         table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
         for service in self._mesh.services if self._mesh is not None else ():
-            phase, since = self._since[service.name]
+            # One that the planner has just added is shown by rich's thread before we hear of it.
+            phase, since = self._since.get(service.name, (service.phase, time.monotonic()))
             style = COLORS[phase]
             state = Text(phase.value, style=style)
             for_s = ""

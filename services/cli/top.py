@@ -11,14 +11,14 @@ import tty
 from collections.abc import Generator
 from typing import Annotated, Any, Final
 
-from cyclopts import Group, Parameter
+from cyclopts import Parameter
 from rich.console import Console, RenderableType
 from rich.live import Live
 
 from services.cli.client import LOCAL_GATEWAY, RunningGateway, told_otherwise
 from services.cli.flags import require
 from services.cli.interrupts import EXIT_INTERRUPTED, run_interruptible
-from services.cli.sources import JsonFlag
+from services.cli.sources import OUTPUT, JsonFlag
 from services.cli.top_view import frame
 from services.cli.words import plain_console, print_json
 from shared.errors import MeshError
@@ -30,7 +30,7 @@ LONGEST_INTERVAL_S: Final = 3600.0
 LEAVE_KEYS: Final = b"qQ\x04"
 """q and Ctrl-D; Escape, too, by itself: arrows, and a wheel that is turned, begin with it."""
 
-_OUTPUT: Final = Parameter(group=Group("Output", sort_key=1))
+_OUTPUT: Final = Parameter(group=OUTPUT)
 
 
 def top(

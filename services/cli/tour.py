@@ -161,7 +161,7 @@ def show(walked: Walk, console: Console) -> None:
             process = Text(happening.process, COLORS.get(happening.process, ""))
             table.add_row(time, process, stop.phase, _telling(happening))
     console.print(table)
-    console.print(f"\nanswer: {answer.text}\n", markup=False)
+    console.print(f"\nanswer: {answer.text}\n")
     console.print(receipt_table(answer.receipt, answer.usage))
     console.print("\nThe same walk as a page to read: docs/tour.md", style="dim")
 

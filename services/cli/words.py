@@ -18,10 +18,10 @@ def print_json(value: Any) -> None:
     print(orjson.dumps(value, default=str, option=orjson.OPT_INDENT_2).decode())
 
 
-def plain_console(width: int = 160) -> Console:
-    """Return the console of results: as wide as the terminal, or as a page that nobody's window
-    holds."""
-    console = Console(highlight=False)
+def plain_console(width: int = 160, *, stderr: bool = False) -> Console:
+    """Return the console of results, or of words beside them: as wide as the terminal, or as a page
+    that nobody's window holds. Brackets in names, paths and addresses are no markup."""
+    console = Console(stderr=stderr, highlight=False, markup=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = width
     return console

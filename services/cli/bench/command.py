@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
-from cyclopts import Group, Parameter
+from cyclopts import Parameter
 
 from services.cli.bench.flags import BenchFlags, UrlsFlag
 from services.cli.client import DEFAULT_URL, NO_ACCESS, Access, require_url
 from services.cli.interrupts import run_interruptible
-from services.cli.sources import JsonFlag
+from services.cli.sources import OUTPUT, JsonFlag
 from services.cli.words import plain_console, print_json
 from shared.errors import MeshError
 from shared.runtime.service import EXIT_FAILED, EXIT_OK
-
-_OUTPUT: Final = Group("Output", sort_key=5)
 
 
 def bench(
@@ -25,7 +23,7 @@ def bench(
     flags: BenchFlags = BenchFlags(),  # noqa: B008
     access: Access = NO_ACCESS,
     output: Annotated[
-        Path | None, Parameter(group=_OUTPUT, show_env_var=False, show_default=False)
+        Path | None, Parameter(group=OUTPUT, show_env_var=False, show_default=False)
     ] = None,
     as_json: JsonFlag = False,
 ) -> int:

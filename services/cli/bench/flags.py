@@ -36,11 +36,14 @@ def seconds(flag: str, text: str) -> float:
         raise InvalidRequest(f"{flag} {error}") from None
 
 
-def _seconds(_: Any, tokens: Sequence[Token]) -> float:
-    """A bare number is seconds."""
-    text = tokens[0].value
+def plain_seconds(flag: str, text: str) -> float:
+    """The same; a bare number is seconds."""
     is_bare = text.replace(".", "", 1).isdigit()
-    return seconds(tokens[0].keyword or "a time", f"{text} s" if is_bare else text)
+    return seconds(flag, f"{text} s" if is_bare else text)
+
+
+def _seconds(_: Any, tokens: Sequence[Token]) -> float:
+    return plain_seconds(tokens[0].keyword or "a time", tokens[0].value)
 
 
 def _numbers(_: Any, tokens: Sequence[Token]) -> tuple[float, ...]:

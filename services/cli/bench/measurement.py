@@ -21,6 +21,7 @@ from services.cli.bench.view import progress_of, rate_text
 from services.cli.bench.workload import AS_IT_COMES, Fit, Load, Source, Workload, planning
 from services.cli.client import NO_ACCESS, Access
 from services.cli.flags import CannotRun
+from services.cli.words import plain_console
 
 MOST_VOID: Final = 3
 """Runs of a search at one rate, until it gives up: one hiccup of the machine shall not end it."""
@@ -39,7 +40,7 @@ class Measurement:
     descriptions: list[Description] = field(default_factory=list[Description])
     search: RateSearch | None = None
     mesh: dict[str, Any] | None = None
-    progress: Console = field(default_factory=lambda: Console(stderr=True, highlight=False))
+    progress: Console = field(default_factory=lambda: plain_console(stderr=True))
     _endpoints: Sequence[ServerEndpoint] = ()
     _fit: Fit = AS_IT_COMES
 

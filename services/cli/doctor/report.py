@@ -11,7 +11,6 @@ from typing import Annotated, Any, Final, Literal
 
 import orjson
 from cyclopts import Group, Parameter
-from rich.console import Console
 
 from services.cli.client import NO_ACCESS, Access, RunningGateway, require_url
 from services.cli.doctor import machine_checks as checks
@@ -20,7 +19,7 @@ from services.cli.doctor.gateway_checks import check_gateway, is_ours
 from services.cli.interrupts import run_interruptible
 from services.cli.machine import find_gpus
 from services.cli.sources import JsonFlag
-from services.cli.words import print_json
+from services.cli.words import plain_console, print_json
 from shared.config import GatewayConfig
 from shared.engine.native.build import TIMEOUT_S, cpu_flags
 from shared.engine.vllm.release import find_compiler
@@ -63,8 +62,8 @@ def doctor(
     async def main() -> None:
         sections.update(await examine(gateway, access, wants_vllm=engine == "vllm"))
 
-    console = Console(highlight=False, soft_wrap=True)
-    with Console(stderr=True).status("looking") as status:
+    console = plain_console()
+    with plain_console(stderr=True).status("looking") as status:
         if not sys.stderr.isatty():
             status.stop()
         code = run_interruptible(main)
@@ -78,7 +77,7 @@ def doctor(
         width = max(len(finding.name) for finding in findings)
         for name, found in sections.items():
             console.print(name, style="bold")
-            console.print(lines_of(found, width))
+            console.print(lines_of(found, width), soft_wrap=True)
         one = "1 thing needs" if num_wrong == 1 else f"{num_wrong} things need"
         console.print(f"{one} attention" if num_wrong else "all is well")
     return EXIT_FAILED if num_wrong else EXIT_OK

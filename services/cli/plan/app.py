@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, Final
 
-from cyclopts import App
+from cyclopts import App, Group
 
 from services.cli import help_texts
 from services.cli.interrupts import EXIT_INTERRUPTED
@@ -25,9 +25,12 @@ from services.cli.plan.verify import verify
 from services.cli.plan.watch import watch
 from services.cli.sources import PLAIN, SOURCES
 
+COMMANDS: Final = Group("Commands")
+PLANS: Final = (simulate, compare, fleet, map_, verify, watch, kv)
 plan_app: Final = App(
     name="plan",
     help=help_texts.PLAN_IS,
+    group_commands=COMMANDS,
     help_epilogue=help_texts.examples("plan"),
     config=SOURCES,
     default_parameter=PLAIN,
@@ -35,10 +38,12 @@ plan_app: Final = App(
 paper_app: Final = App(
     name="paper",
     help="A paper's figures, ours beside them, what differs and why.",
+    help_epilogue=help_texts.examples("plan paper"),
+    group_commands=COMMANDS,
+    sort_key=len(PLANS),
     config=SOURCES,
     default_parameter=PLAIN,
 )
-PLANS: Final = (simulate, compare, fleet, map_, verify, watch, kv)
 PAPERS: Final = (
     *(distserve, distserve_placement, splitwise, mooncake, muxserve),
     *(orca, sarathi, pope, founding),
@@ -61,7 +66,8 @@ def _interruptible(command: Callable[..., int | None]) -> Callable[..., int | No
 
 plan_app.command(paper_app)
 for app, path, commands in ((plan_app, "plan", PLANS), (paper_app, "plan paper", PAPERS)):
-    for command in commands:
+    for place, command in enumerate(commands):
         name = command.__name__.rstrip("_").replace("_", "-")
         help_epilogue = help_texts.examples(f"{path} {name}")
-        app.command(_interruptible(command), name=name, help_epilogue=help_epilogue)
+        run = _interruptible(command)
+        app.command(run, name=name, help_epilogue=help_epilogue, sort_key=place)

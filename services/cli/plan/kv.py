@@ -65,7 +65,7 @@ def kv(
     )
     if device.lower() not in DEVICES:
         raise InvalidRequest(f"--device must be one of {', '.join(DEVICES)}, not {device!r}")
-    bandwidth = read_link(link)
+    bandwidth = read_link("--link", link)
     shape = kv_shape(model)
     if kv_bytes is not None:
         shape = replace(shape, bytes_per_element=kv_bytes)
@@ -92,7 +92,7 @@ def kv(
     ):
         table.add_row(name, value, meaning)
     console = plain_console()
-    console.print(f"[bold]{shape.name}[/bold]")
+    console.print(shape.name, style="bold")
     console.print(table)
 
 

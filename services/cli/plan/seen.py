@@ -18,7 +18,10 @@ from services.planner.rows import read_json, read_rows, read_text
 from shared.errors import InvalidRequest
 from shared.telemetry.lifetime import Receipt
 
-_COLUMNS: Final = ("run", "index", "end", "due_s", "ttft_s", "tpot_s", "input", "output")
+_COLUMNS: Final = (
+    *("run", "index", "end", "due_s", "ttft_s", "tpot_s"),
+    *("input_asked", "input", "output"),
+)
 
 
 _Receipt: Final = msgspec.defstruct(

@@ -152,7 +152,7 @@ class SimFlags:
             )
         self.times.check()
         # Read for what they raise.
-        for part in (self.slo, read_link(self.link), self.tiers.sizes, self._source):
+        for part in (self.slo, read_link("--link", self.link), self.tiers.sizes, self._source):
             assert part is not None
 
     @property
@@ -177,7 +177,7 @@ class SimFlags:
             gateway_waiting=self.max_waiting,
             max_wait_s=self.max_wait_s,
             overload=self.overload,
-            link_bytes_s=read_link(self.link),
+            link_bytes_s=read_link("--link", self.link),
             is_exact=self.fidelity == "exact",
             tiers=self.tiers.sizes,
             cache_policy=self.tiers.policy,

@@ -21,6 +21,7 @@ from services.cli.bench.report import (
 from services.cli.bench.workload import Ask, Workload
 from services.cli.plan.seen import SeenTraffic
 from services.cli.plan.sim_flags import SimFlags
+from services.cli.sources import OUTPUT
 from services.planner.mesh_run import MeshRun
 from services.sim.open_loop import SimAnswer
 from shared.errors import InvalidRequest
@@ -31,8 +32,9 @@ Row = Mapping[str, Any]
 OutputFlag = Annotated[
     Path | None,
     Parameter(
+        group=OUTPUT,
         help="Folder for report.json, requests.csv and report.svg, as of pdmesh bench, and for the "
-        "plan's own picture."
+        "plan's own picture.",
     ),
 ]
 

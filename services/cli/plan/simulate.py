@@ -15,7 +15,7 @@ from services.cli.plan.sim_flags import QS, SimFlags, latencies
 from services.cli.plan.sim_report import OutputFlag, begin_report, draw_lines, report_files
 from services.cli.plan.tier_flags import cached_line
 from services.cli.plan.view import Kept, progress, say_how_long
-from services.cli.sources import QUIET, JsonFlag
+from services.cli.sources import OUTPUT, QUIET, JsonFlag
 from services.cli.words import plain_console, plain_table, print_json, print_lines
 from services.planner.core.limits import binding_limit
 from services.planner.core.mesh_text import MeshShape, read_mesh
@@ -28,7 +28,10 @@ RATES: Final = (0.5, 0.75, 1.0, 1.25, 1.5)
 BesideFlag = Annotated[
     list[Path] | None,
     QUIET,
-    Parameter(help="Folders of earlier reports, also of pdmesh bench: drawn into the picture."),
+    Parameter(
+        group=OUTPUT,
+        help="Folders of earlier reports, also of pdmesh bench: drawn into the picture.",
+    ),
 ]
 
 

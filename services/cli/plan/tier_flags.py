@@ -57,12 +57,12 @@ class TierFlags:
             TierSize(
                 Tier.DRAM,
                 _bytes("--dram-cache", self.dram_cache),
-                _rate("--dram-bandwidth", self.dram_bandwidth),
+                read_link("--dram-bandwidth", self.dram_bandwidth),
             ),
             TierSize(
                 Tier.SSD,
                 _bytes("--ssd-cache", self.ssd_cache),
-                _rate("--ssd-bandwidth", self.ssd_bandwidth),
+                read_link("--ssd-bandwidth", self.ssd_bandwidth),
             ),
         )
         return tuple(it for it in both if it.num_bytes)
@@ -92,15 +92,6 @@ def _bytes(flag: str, text: str) -> int:
     if num > MOST_BYTES:
         raise InvalidRequest(f"{flag} must be at most {MOST_BYTES} bytes, not {text!r}")
     return num
-
-
-def _rate(flag: str, text: str) -> float:
-    try:
-        return read_link(text)
-    except InvalidRequest:
-        raise InvalidRequest(
-            f"{flag} must be a rate above zero such as 10GB/s (bytes), not {text!r}"
-        ) from None
 
 
 def cached_line(cached: CachedTokens) -> list[str]:

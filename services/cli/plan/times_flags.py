@@ -9,7 +9,7 @@ from typing import Annotated, Final
 
 from cyclopts import Parameter
 
-from services.cli.bench.flags import seconds
+from services.cli.bench.flags import plain_seconds, seconds
 from services.cli.plan.view import require_ranges
 from services.planner.core.kv_size import KvShape, kv_of_bytes
 from services.planner.core.mesh_text import Unit
@@ -219,7 +219,7 @@ class TimesFlags:
 
 def read_slo(ttft: str, tpot: str) -> Slo:
     """Return the limits that --slo-ttft and --slo-tpot give. Raises InvalidRequest."""
-    slo = Slo(seconds("--slo-ttft", ttft), seconds("--slo-tpot", tpot))
+    slo = Slo(plain_seconds("--slo-ttft", ttft), plain_seconds("--slo-tpot", tpot))
     if not (slo.ttft_s > 0 and slo.tpot_s > 0):
         raise InvalidRequest("--slo-ttft and --slo-tpot must be above 0: nobody could keep 0")
     return slo

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
 from cyclopts import Parameter
 
-from services.cli.bench.flags import seconds
+from services.cli.bench.flags import plain_seconds, seconds
 from services.cli.bench.report import report_of, write_report
 from services.cli.bench.view import time_text
 from services.cli.bench.workload import Ask
@@ -23,7 +23,7 @@ from services.cli.plan.sim_report import begin_report, seen_run, simulated_run
 from services.cli.plan.tier_flags import TierFlags, cached_line
 from services.cli.plan.times_flags import TimesFlags, TpotFlag, TtftFlag, read_slo
 from services.cli.plan.view import progress, require_ranges, require_writable
-from services.cli.sources import JsonFlag
+from services.cli.sources import OUTPUT, JsonFlag
 from services.cli.words import plain_console, plain_table, print_json, print_lines
 from services.gateway.core.routing.routing import POLICIES
 from services.gateway.own_policy import load_policy
@@ -48,6 +48,8 @@ from shared.predict.times import TimeModel
 from shared.runtime.service import EXIT_FAILED, EXIT_OK
 from shared.telemetry.definitions import Slo, percentile
 from shared.whole_file import write_whole
+
+_FILES: Final = Parameter(group=OUTPUT)
 
 LETTERS: Final = {"prefill": "P", "decode": "D", "colocated": "M"}
 QUICKEST: Final = 10
@@ -125,7 +127,7 @@ class VerifyFlags:
     @property
     def last_s(self) -> float | None:
         """Of ``--last``, in seconds. Raises InvalidRequest."""
-        return None if self.last is None else seconds("--last", self.last)
+        return None if self.last is None else plain_seconds("--last", self.last)
 
     @property
     def slo(self) -> Slo:
@@ -152,8 +154,8 @@ def verify(
     /,
     *,
     flags: VerifyFlags = VerifyFlags(),
-    keep: Path | None = None,
-    output: Path | None = None,
+    keep: Annotated[Path | None, _FILES] = None,
+    output: Annotated[Path | None, _FILES] = None,
     gateway: RunningGateway = LOCAL_GATEWAY,
     as_json: JsonFlag = False,
 ) -> int:
@@ -310,7 +312,7 @@ def _setting(seen: SeenTraffic, flags: VerifyFlags) -> tuple[MeshShape, MeshSett
     learned_s = 0.0 if mesh is None else mesh.handover_s["colocated" if colocated else "pair"]
     # In the simulator a hand-over is two messages' ways: the order there, token 1 back.
     wire_s = seconds("--wire", flags.wire) if flags.wire else learned_s / 2 or WIRE_S
-    link = flags.link and read_link(flags.link)
+    link = flags.link and read_link("--link", flags.link)
     batch_tokens = flags.batch_tokens
     if batch_tokens is None:
         batch_tokens = computing[0].batch_tokens if computing else 0

@@ -10,7 +10,6 @@ from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Final
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -69,7 +68,7 @@ def progress(title: str, total: int) -> Generator[Callable[..., None]]:
 
     What is yielded is told how many parts are done, or with nothing, that one more is.
     """
-    console = Console(stderr=True, highlight=False)
+    console = plain_console(stderr=True)
     began, num, next_s = time.monotonic(), 0, SHORT_S
 
     def tell(done: int | None = None) -> None:
@@ -121,7 +120,7 @@ def say_how_long(num_runs: int, run_s: float, shorter: str) -> None:
     if most_s < SHORT_S:
         return
     num = "one simulation" if num_runs == 1 else f"at most {num_runs} simulations"
-    Console(stderr=True, highlight=False).print(
+    plain_console(stderr=True).print(
         f"{num}, {_about(most_s)}: {shorter}; Ctrl-C keeps what was found",
         soft_wrap=True,
     )

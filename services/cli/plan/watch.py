@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Final, NamedTuple
 
 import orjson
-from cyclopts import Group, Parameter
-from rich.console import Console
+from cyclopts import Parameter
 
 from services.cli.bench.endpoints import RECENT
 from services.cli.client import LOCAL_GATEWAY, RunningGateway
@@ -19,8 +18,8 @@ from services.cli.plan.seen import read_body
 from services.cli.plan.times_flags import TpotFlag, TtftFlag, read_slo
 from services.cli.plan.verify import LETTERS
 from services.cli.plan.view import require_ranges
-from services.cli.sources import JsonFlag
-from services.cli.words import print_lines
+from services.cli.sources import OUTPUT, JsonFlag
+from services.cli.words import plain_console, print_lines
 from services.gateway.core.scaling.autoscaler import decide
 from services.gateway.core.scaling.need import Limits
 from services.gateway.core.scaling.scaling import (
@@ -48,7 +47,7 @@ between them only the workers' orders tell, and a gateway that began anew must l
 ALWAYS_KEPT: Final = 32
 """Requests that every gateway remembers."""
 
-_LOOKS: Final = Parameter(group=Group("Output", sort_key=1), show_env_var=False)
+_LOOKS: Final = Parameter(group=OUTPUT, show_env_var=False)
 
 WHO: Final = {
     Kind.PREFILL: "TTFT, by the prefill workers",
@@ -122,7 +121,7 @@ def watch(
     require_ranges(("--interval", 0.5 <= interval <= 3600, "0.5..3600 seconds"))
 
     async def follow() -> None:
-        console = Console(stderr=True, highlight=False)
+        console = plain_console(stderr=True)
         watcher, trouble = Watcher(rules), ""
         num_looks, due = math.ceil(interval / LOOK_S), 0
         said: list[str] | None = None

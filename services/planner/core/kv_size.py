@@ -70,7 +70,7 @@ def link_need(rate: float, kv_bytes: float, budget_s: float) -> tuple[float, flo
     return rate * kv_bytes, kv_bytes / budget_s
 
 
-def read_link(text: str) -> float:
+def read_link(flag: str, text: str) -> float:
     """Return bytes a second of '25GB/s', '200Gb/s', '10 GiB/s': B are bytes, b bits.
 
     Raises InvalidRequest.
@@ -78,7 +78,7 @@ def read_link(text: str) -> float:
     match = _LINK.fullmatch(text)
     if match is None or not float(match[1]):
         raise InvalidRequest(
-            f"a link must be a rate above zero such as 25GB/s (bytes) or 200Gb/s (bits), "
+            f"{flag} must be a rate above zero such as 25GB/s (bytes) or 200Gb/s (bits), "
             f"not {text!r}"
         )
     prefix = match[2] or " "

@@ -22,8 +22,9 @@ from rich.console import Console
 from services.cli import main
 from services.cli.app import app
 from services.cli.machine import Share, find_gpus, shape_for, shares
-from services.cli.status import LineView
+from services.cli.status import LineView, LiveView
 from services.cli.up import UpConfig, plan_mesh, up_config
+from services.cli.words import print_lines
 from services.gateway.front.auth import KeyRing, hash_key
 from services.local import LocalMesh, Phase, Service, plan_services
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig, ServiceConfig
@@ -191,6 +192,8 @@ FREE_PORTS = "gateway --http-port 0 --grpc-port 0 --mesh-port 0"
         ("up --colocated 1 --prefill 2", "--prefill and --colocated are two answers", 2),
         ("up --workers 4 --decode 2", "--decode and --workers are two answers", 2),
         ("profile --measure 9", "--measure is how long --output may take", 2),
+        ("profile --from http://h:1 -o x --measure 3", "--from measures nothing", 2),
+        ("profile -o x --force", "--output measures in any case", 2),
         ("explain chatcmpl-1 --policy a.b:C", "--policy is of --replay alone", 2),
         ("explain chatcmpl-1 --replay --json", "give --replay or --json", 2),
         ("secret --keep", "give --out, too", 2),
@@ -370,6 +373,17 @@ def test_help_names_every_command_and_the_exit_codes(capsys: pytest.CaptureFixtu
     assert "Exit codes: 0 done, 1 failed, 2 wrong flag" in text
 
 
+def test_names_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """Brackets in a name, a path or an IPv6 address are no markup, which would be left out."""
+    served = {"data": [{"id": "[red]m[/dim]", "max_model_len": 5}]}
+    with StubGateway({"/v1/models": served}) as gateway:
+        assert main(["models", "--url", gateway.url]) == 0
+    print_lines(["http://[fe80::1]:8000"])
+    out = capsys.readouterr().out
+    assert "[red]m[/dim]" in out
+    assert out.endswith("http://[fe80::1]:8000\n")
+
+
 def test_a_made_key_opens_a_gateway_with_the_printed_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -492,15 +506,6 @@ def test_the_variable_of_colocated_is_how_many_to_up_and_whether_to_decode(
     assert [it.env.get("PDMESH_COLOCATED") for it in plan.services[1:]] == [None, "false"]
     assert main(["up", "--help"]) == 0
     assert "PDMESH_COLOCATED] [default: False]" not in " ".join(capsys.readouterr().out.split())
-
-
-def test_a_hub_model_is_served_under_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The folder in the cache is named by a commit."""
-    monkeypatch.setattr("services.cli.up.resolve_model", lambda _: tmp_path)
-    services = plan_mesh(up_config(model="org/model", port=0, engine="fake"), {}).services
-    assert services[0].env["PDMESH_MODEL_NAME"] == "org/model"
 
 
 def test_workers_share_cores_and_gpus() -> None:
@@ -654,6 +659,16 @@ def test_without_a_terminal_every_change_is_one_line() -> None:
         "prefill-0  crashed   out of memory, and a long line it is",
         "prefill-0  ready     pid 9, gRPC 5, 1 restart",
     ]
+
+
+def test_a_terminals_table_has_whom_the_planner_has_just_added() -> None:
+    """Rich's thread may draw between a worker's start and the first word of it."""
+    view = LiveView(Console(file=io.StringIO(), width=80), is_transient=False)
+    gateway, prefill = plan_services(GatewayConfig(), [PrefillConfig()], [])
+    mesh = LocalMesh([gateway], 2, True, 0, view.show, lambda mesh, wish: None)
+    view.show(mesh)
+    mesh.services.append(prefill)
+    assert view._table().row_count == 2
 
 
 def enter(

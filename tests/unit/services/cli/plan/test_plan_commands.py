@@ -273,3 +273,19 @@ def test_a_damaged_file_of_the_founding_documents_is_named(
         (tmp_path / "perf_model.csv").write_text("\n".join((head, *kept)))
         assert main(command) == code
     assert "with 64 prompts of 512 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "first", "last"),
+    [("plan", "simulate", "paper"), ("plan paper", "distserve", "founding")],
+)
+def test_what_is_asked_most_stands_first_in_the_help(
+    command: str, first: str, last: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not in the order of letters, below "Other"; and examples are of these commands."""
+    assert main([*command.split(), "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "Commands" in out
+    assert "Other" not in out
+    assert out.index(f"│ {first} ") < out.index(f"│ {last} ")
+    assert f" pdmesh {command} " in out.split("Examples")[1]

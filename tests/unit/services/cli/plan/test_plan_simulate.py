@@ -82,8 +82,8 @@ def test_tiers_below_pools_have_the_flags_of_a_worker(
         ("compare 1M 2M", "--dram-cache", "4 gigs", "must be a number with a unit"),
         ("fleet", "--dram-cache", "9999TB", "must be at most"),
         ("verify x", "--ssd-cache", "/kv", "it is the room itself, no folder"),
-        ("map 2", "--dram-bandwidth", "0GB/s", "must be a rate above zero such as 10GB/s"),
-        ("simulate 1M", "--ssd-bandwidth", "2GB", "must be a rate above zero such as 10GB/s"),
+        ("map 2", "--dram-bandwidth", "0GB/s", "must be a rate above zero such as 25GB/s"),
+        ("simulate 1M", "--ssd-bandwidth", "2GB", "must be a rate above zero such as 25GB/s"),
     ],
 )
 def test_tiers_that_no_worker_can_have(

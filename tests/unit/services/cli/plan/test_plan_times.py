@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.plan.times_flags import TimesFlags
+from services.cli.plan.times_flags import TimesFlags, read_slo
 from services.planner.core.mesh_text import Unit
 from services.planner.distserve_data import DistServeData
 from services.sim.baselines.distserve_times import Degree, first_stage_ms
@@ -16,6 +16,7 @@ from shared.predict.fit_steps import StepSample, fit_steps
 from shared.predict.times import FittedTimes
 from shared.profile.measure_steps import fitted_profile
 from shared.profile.step_profile import StepProfile, read_profile
+from shared.telemetry.definitions import Slo
 
 DATA = Path(__file__).parents[2] / "sim" / "data"
 
@@ -133,3 +134,10 @@ def test_splitwises_machine_has_its_models_kv(model: str | None) -> None:
     flags = TimesFlags(times="splitwise", data=DATA, model=model)
     assert flags.kv.name == "llama-2-70b"
     assert "llama2-70b on a100-80gb" in flags.unit(Unit()).times.source
+
+
+def test_a_limit_without_a_unit_is_in_seconds() -> None:
+    """As those of ``pdmesh bench``, which have the same names; the time of a step must say it."""
+    assert read_slo("2", "0.05") == Slo(2.0, 0.05)
+    with pytest.raises(InvalidRequest, match="--base must be a number with a unit"):
+        TimesFlags(base="20").unit(Unit())

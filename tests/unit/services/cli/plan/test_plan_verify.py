@@ -247,6 +247,7 @@ def test_a_folder_of_bench_is_replayed(tmp_path: Path, capsys: pytest.CaptureFix
         ((ROWS[0], ROWS[1].replace("100", "many")), ":2: invalid literal"),
         (("TIMESTAMP,ContextTokens", "1,2"), "is no folder of `pdmesh bench --output`"),
         (ROWS[:1], "is no folder of `pdmesh bench --output`"),
+        ([row.replace("input_asked", "asked") for row in ROWS], "no column input_asked"),
     ],
 )
 def test_a_run_with_holes_is_refused_by_its_line(

@@ -130,8 +130,8 @@ def test_sizes_that_papers_print() -> None:
 
 def test_bandwidth_has_two_bounds() -> None:
     """1.9 GB: 76 ms at 25 GB/s, 608 at 25 Gb/s; 40 ms needs 47.5 GB/s; ten a second 19."""
-    assert round(1.9e9 / read_link("25GB/s") * 1e3, 1) == 76.0
-    assert round(1.9e9 / read_link("25Gb/s") * 1e3) == 608
+    assert round(1.9e9 / read_link("--link", "25GB/s") * 1e3, 1) == 76.0
+    assert round(1.9e9 / read_link("--link", "25Gb/s") * 1e3) == 608
     assert round(1.9e9 / 50e9 * 1e3) == 38
     sustained, latency = link_need(10, 1.9e9, 0.040)
     assert round(latency / 1e9, 1) == 47.5
@@ -144,14 +144,14 @@ def test_bandwidth_has_two_bounds() -> None:
 )
 def test_links_are_bytes_or_bits(text: str, rate: float) -> None:
     """B and b differ by eight."""
-    assert read_link(text) == rate
+    assert read_link("--link", text) == rate
 
 
 @pytest.mark.parametrize("text", ["", "25", "25GB", "0GB/s", "-1GB/s", "fast", "9" * 400 + "GB/s"])
 def test_a_link_without_a_rate_is_refused(text: str) -> None:
     """Zero, too."""
-    with pytest.raises(InvalidRequest, match="such as 25GB/s"):
-        read_link(text)
+    with pytest.raises(InvalidRequest, match="--link must be a rate above zero such as 25GB/s"):
+        read_link("--link", text)
 
 
 def test_a_fetch_pays_from() -> None:
