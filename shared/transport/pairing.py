@@ -87,7 +87,8 @@ class PairRules:
             f"the partner computes with {peer or 'an engine without a name'}, this worker with "
             f"{own}: they round differently, so that answers in 16 bits depend on who computes "
             "them. Start both with one --engine of one release (and without AMX here or there: "
-            "--kernels avx512), or say --allow-mixed-engines on the gateway and on all workers",
+            "--kernels avx512, or of vllm --dtype float32), or say --allow-mixed-engines on the "
+            "gateway and on all workers",
             code="mixed_engines",
         )
 

@@ -28,12 +28,24 @@ PLACES = [(5, 3), (5, 0), (1, 2), (6, 3), (0, 0), (1, 1), (5, 1)]
 @dataclass(frozen=True)
 class Kind:
     """A way to keep KV. layout: of the wire. is_packed: keys are transposed, a block's values
-    behind its keys. has_four_axes: a latent vector has an axis of one head."""
+    behind its keys; is_tiled: both as AMX's tiles. has_four_axes: a latent vector has an axis of
+    one head."""
 
     layout: KvLayout
     is_packed: bool
     block_size: int = 4
     has_four_axes: bool = True
+    is_tiled: bool = False
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """PLACES, spread over this block."""
+        return [(block, offset * (self.block_size - 1) // 3) for block, offset in PLACES]
+
+    @property
+    def slots(self) -> np.ndarray:
+        """The same as slots."""
+        return np.array([block * self.block_size + offset for block, offset in self.places])
 
     def shape(self, num_ranks: int) -> tuple[int, ...]:
         heads = max(1, self.layout.num_kv_heads // num_ranks)
@@ -69,7 +81,12 @@ class Kind:
         octets = pool.contiguous().view(torch.uint8).numpy().tobytes()
         num_heads = 1 if pool.dim() == 3 else pool.shape[1]
         begin = (block * num_heads + head) * self.block_size * self.layout.parts * dim
-        if self.is_packed and part == 0:
+        if self.is_tiled:
+            at = [
+                begin + part * self.block_size * dim + self._in_tiles(part, offset, idx)
+                for idx in range(dim)
+            ]
+        elif self.is_packed and part == 0:
             at = [begin + idx * self.block_size + offset for idx in range(dim)]
         elif self.is_packed:
             at = [begin + (self.block_size + offset) * dim + idx for idx in range(dim)]
@@ -77,12 +94,20 @@ class Kind:
             at = [begin + (offset * self.layout.parts + part) * dim + idx for idx in range(dim)]
         return b"".join(octets[one * item : (one + 1) * item] for one in at)
 
+    def _in_tiles(self, part: int, offset: int, idx: int) -> int:
+        """Keys are pairs of one token's numbers, values pairs of two tokens'; 16 pairs a row."""
+        if part == 0:
+            row = offset // 16 * (self.layout.head_dim // 2) + idx // 2
+            return (row * 16 + offset % 16) * 2 + idx % 2
+        row = idx // 16 * (self.block_size // 2) + offset // 2
+        return (row * 16 + idx % 16) * 2 + offset % 2
+
     def frame(self, ranks: Sequence[Sequence[torch.Tensor]], first: int, last: int) -> bytes:
-        """The plain reference: the wire's frame of PLACES."""
+        """The plain reference: the wire's frame of the places."""
         heads = self.layout.num_kv_heads
         found: list[bytes] = []
         for layer, part in itertools.product(range(first, last), range(self.layout.parts)):
-            for (block, offset), head in itertools.product(PLACES, range(heads)):
+            for (block, offset), head in itertools.product(self.places, range(heads)):
                 rank = head * len(ranks) // heads
                 local = head - rank * heads // len(ranks) if len(ranks) <= heads else 0
                 found.append(self.token(ranks[rank][layer], part, local, block, offset))
@@ -91,12 +116,17 @@ class Kind:
     def pools(self, ranks: Sequence[Sequence[torch.Tensor]], *, on_device: bool = False) -> Pools:
         if on_device:
             return DevicePools(ranks[0], self.layout, self.block_size)
-        return HostPools(ranks, self.layout, self.block_size)
+        return HostPools(ranks, self.layout, self.block_size, is_tiled=self.is_tiled)
 
 
 def dense(dtype: str, *, is_packed: bool, num_heads: int = 4) -> Kind:
     layout = KvLayout(dtype=dtype, num_layers=NUM_LAYERS, num_kv_heads=num_heads, head_dim=8)
     return Kind(layout, is_packed)
+
+
+def tiled(dtype: str) -> Kind:
+    layout = KvLayout(dtype=dtype, num_layers=NUM_LAYERS, num_kv_heads=4, head_dim=32)
+    return Kind(layout, is_packed=True, block_size=32, is_tiled=True)
 
 
 def latent(dtype: str, *, has_four_axes: bool) -> Kind:
@@ -107,22 +137,26 @@ def latent(dtype: str, *, has_four_axes: bool) -> Kind:
 def name_of(kind: Any) -> str:
     if not isinstance(kind, Kind):
         return ""
-    how = "packed" if kind.is_packed else "beside"
+    how = "tiled" if kind.is_tiled else "packed" if kind.is_packed else "beside"
     if kind.layout.parts == 1:
         how = "latent4" if kind.has_four_axes else "latent3"
     return f"{kind.layout.dtype}-{how}"
 
 
 DENSE = [dense(dtype, is_packed=packed) for dtype in TYPES for packed in (True, False)]
-PACKED = [kind for kind in DENSE if kind.is_packed]
+PACKED = [
+    *(kind for kind in DENSE if kind.is_packed),
+    *(tiled(dtype) for dtype in ("bfloat16", "fp8_e4m3")),
+]
 """In memory of the host keys and values are packed, on a device a key is beside its value."""
 LATENT = [latent(dtype, has_four_axes=four) for dtype in TYPES for four in (True, False)]
-SLOTS = np.array([block * DENSE[0].block_size + offset for block, offset in PLACES])
 
 
-def gathered(pools: Pools, num_bytes: int, first: int = 0, last: int = NUM_LAYERS) -> bytes:
+def gathered(
+    kind: Kind, pools: Pools, num_bytes: int, first: int = 0, last: int = NUM_LAYERS
+) -> bytes:
     out = bytearray(b"\xee" * num_bytes)
-    pools.gather(SLOTS, first, last, out)
+    pools.gather(kind.slots, first, last, out)
     return bytes(out)
 
 
@@ -135,7 +169,7 @@ def test_a_frame_is_that_of_a_plain_loop(kind: Kind, num_ranks: int) -> None:
     for first, last in ((0, NUM_LAYERS), (1, 2)):
         wanted = kind.frame(ranks, first, last)
         assert len(wanted) == kind.layout.token_layer_bytes * len(PLACES) * (last - first)
-        assert gathered(pools, len(wanted), first, last) == wanted
+        assert gathered(kind, pools, len(wanted), first, last) == wanted
 
 
 @pytest.mark.parametrize("kind", [k for k in (*DENSE, *LATENT) if not k.is_packed], ids=name_of)
@@ -144,9 +178,9 @@ def test_a_devices_pools_make_the_same_frame(kind: Kind) -> None:
     ranks = kind.filled(1)
     pools = kind.pools(ranks, on_device=True)
     wanted = kind.frame(ranks, 0, NUM_LAYERS)
-    assert gathered(pools, len(wanted)) == wanted
+    assert gathered(kind, pools, len(wanted)) == wanted
     others = kind.empty(1)
-    kind.pools(others, on_device=True).scatter(SLOTS, 0, NUM_LAYERS, bytearray(wanted))
+    kind.pools(others, on_device=True).scatter(kind.slots, 0, NUM_LAYERS, bytearray(wanted))
     assert kind.frame(others, 0, NUM_LAYERS) == wanted
     assert pools.arrays() == []
 
@@ -168,7 +202,7 @@ def test_a_frame_in_the_hosts_memory_goes_into_a_devices_pools() -> None:
     pools = [torch.empty(kind.shape(1), dtype=torch.float32, device="meta")] * NUM_LAYERS
     frame = bytearray(kind.layout.token_bytes * len(PLACES))
     with _OnOneDevice():
-        DevicePools(pools, kind.layout, kind.block_size).scatter(SLOTS, 0, NUM_LAYERS, frame)
+        DevicePools(pools, kind.layout, kind.block_size).scatter(kind.slots, 0, NUM_LAYERS, frame)
 
 
 @pytest.mark.parametrize(("before", "after"), list(itertools.product([1, 2, 4], repeat=2)))
@@ -180,12 +214,12 @@ def test_kv_of_some_ranks_goes_into_any_other_number_of_them(
     byte is another; tokens beside them stay as they were."""
     ranks, others = kind.filled(before), kind.filled(after, seed=1)
     kept = [[pool.clone() for pool in pools] for pools in others]
-    sent = gathered(kind.pools(ranks), kind.layout.token_bytes * len(PLACES))
+    sent = gathered(kind, kind.pools(ranks), kind.layout.token_bytes * len(PLACES))
     target = kind.pools(others)
-    target.scatter(SLOTS, 0, NUM_LAYERS, sent)
-    assert gathered(target, len(sent)) == sent == kind.frame(others, 0, NUM_LAYERS)
+    target.scatter(kind.slots, 0, NUM_LAYERS, sent)
+    assert gathered(kind, target, len(sent)) == sent == kind.frame(others, 0, NUM_LAYERS)
     everywhere = itertools.product(range(NUM_BLOCKS), range(kind.block_size))
-    untouched = [place for place in everywhere if place not in PLACES]
+    untouched = [place for place in everywhere if place not in kind.places]
     heads = 1 if not kind.has_four_axes else kind.shape(after)[1]
     for pools, olds in zip(others, kept, strict=True):
         for (block, offset), head in itertools.product(untouched[::5], range(heads)):
@@ -205,12 +239,12 @@ def test_a_buffer_may_be_longer_than_its_frame(kind: Kind, on_device: bool) -> N
     ranks = kind.filled(1)
     pools = kind.pools(ranks, on_device=on_device)
     wanted = kind.frame(ranks, 0, NUM_LAYERS)
-    out = gathered(pools, len(wanted) + 1000)
+    out = gathered(kind, pools, len(wanted) + 1000)
     assert out[: len(wanted)] == wanted
     assert out[len(wanted) :] == b"\xee" * 1000
     others = kind.empty(1)
     kind.pools(others, on_device=on_device).scatter(
-        SLOTS, 0, NUM_LAYERS, bytearray(wanted + b"\xee" * 1000)
+        kind.slots, 0, NUM_LAYERS, bytearray(wanted + b"\xee" * 1000)
     )
     assert kind.frame(others, 0, NUM_LAYERS) == wanted
     changed = sum(int(pool.view(torch.uint8).count_nonzero()) for pool in others[0])
@@ -224,7 +258,7 @@ def test_a_frame_cut_by_tokens_or_layers_is_the_same_kv() -> None:
     source, target = kind.pools(ranks), kind.pools(others)
     for layer, token in itertools.product(range(NUM_LAYERS), range(len(PLACES))):
         part = bytearray(kind.layout.token_layer_bytes)
-        at = SLOTS[token : token + 1]
+        at = kind.slots[token : token + 1]
         source.gather(at, layer, layer + 1, part)
         target.scatter(at, layer, layer + 1, part)
     assert kind.frame(others, 0, NUM_LAYERS) == kind.frame(ranks, 0, NUM_LAYERS)
@@ -234,8 +268,8 @@ def test_more_ranks_than_heads_have_copies_of_them() -> None:
     """Four ranks, two heads: ranks 0 and 1 have the first one, and a scatter writes both copies."""
     kind = dense("bfloat16", is_packed=True, num_heads=2)
     ranks, others = kind.filled(4), kind.empty(4)
-    sent = gathered(kind.pools(ranks), kind.layout.token_bytes * len(PLACES))
-    kind.pools(others).scatter(SLOTS, 0, NUM_LAYERS, sent)
+    sent = gathered(kind, kind.pools(ranks), kind.layout.token_bytes * len(PLACES))
+    kind.pools(others).scatter(kind.slots, 0, NUM_LAYERS, sent)
     for layer in range(NUM_LAYERS):
         bits = [pools[layer].view(torch.int16) for pools in others]
         assert torch.equal(bits[0], bits[1])

@@ -430,11 +430,13 @@ def reference(
     dtype: str = "float32",
     block_size: int = 32,
     timeout: float = 300,
+    one_by_one: bool = False,
     **arguments: Any,
 ) -> list[list[int]]:
     """Greedy answers of vLLM alone, in a process of its own: ``num_tokens`` each, no end.
 
-    block_size: 16 for latent KV. arguments: more of vLLM's engine arguments.
+    block_size: 16 for latent KV. one_by_one: no two share a step. arguments: more of vLLM's engine
+    arguments.
     """
     given = {
         "model": str(folder),
@@ -442,6 +444,7 @@ def reference(
         "block_size": block_size,
         "prompts": [list(prompt) for prompt in prompts],
         "num_tokens": num_tokens,
+        "one_by_one": one_by_one,
         "arguments": arguments,
     }
     environment = {
@@ -472,6 +475,7 @@ def reference(
 def _answer(given: Mapping[str, Any]) -> list[list[int]]:
     from vllm import LLM, SamplingParams
 
+    torch.cpu._init_amx()  # as plugins.py does, and why
     arguments = {
         "enforce_eager": True,
         "skip_tokenizer_init": True,
@@ -488,7 +492,8 @@ def _answer(given: Mapping[str, Any]) -> list[list[int]]:
         temperature=0, max_tokens=given["num_tokens"], ignore_eos=True, detokenize=False
     )
     prompts = [{"prompt_token_ids": ids} for ids in given["prompts"]]
-    outputs = llm.generate(prompts, params, use_tqdm=False)
+    batches = [[prompt] for prompt in prompts] if given["one_by_one"] else [prompts]
+    outputs = [it for batch in batches for it in llm.generate(batch, params, use_tqdm=False)]
     return [list(it.outputs[0].token_ids) for it in outputs]
 
 

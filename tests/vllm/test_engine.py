@@ -209,7 +209,6 @@ def test_eager_serves_logprobs_where_there_is_no_compiler(
     config = PrefillConfig(
         engine="vllm",
         device="cpu",
-        dtype="float32",  # a CPU with AMX has no other
         model=str(folder_of("llama")),
         num_blocks=NUM_BLOCKS,
         threads=1,

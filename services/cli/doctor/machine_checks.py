@@ -85,13 +85,11 @@ def check_vllm(
     facts: Facts,
     *,
     is_wanted: bool,
-    has_amx: bool,
     has_numa: bool,
     compiler: str,
 ) -> Finding:
     """Whether ``--engine vllm`` runs here. facts: see ``check_torch``. is_wanted: it is a fault not
-    to have it. has_amx, has_numa, compiler: what the CPU build looks at; '' = there is no C++
-    compiler."""
+    to have it. has_numa, compiler: what the CPU build looks at; '' = there is no C++ compiler."""
     if find_spec("vllm") is None:
         if is_wanted:
             return wrong("vLLM", "not installed", INSTALL)
@@ -103,11 +101,6 @@ def check_vllm(
     if facts is None or facts["devices"]:
         return right("vLLM", text)
     faults = (
-        (
-            has_amx,
-            "this CPU has AMX, for which vLLM packs KV in bfloat16 in a layout of its own",
-            "take --dtype float32 or --engine torch on this machine",
-        ),
         (
             not has_numa,
             "its CPU build loads libnuma, and there is none",

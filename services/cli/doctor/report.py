@@ -21,7 +21,7 @@ from services.cli.machine import find_gpus
 from services.cli.sources import JsonFlag
 from services.cli.words import plain_console, print_json
 from shared.config import GatewayConfig
-from shared.engine.native.build import TIMEOUT_S, cpu_flags
+from shared.engine.native.build import TIMEOUT_S
 from shared.engine.vllm.release import find_compiler
 from shared.runtime.child import our_code
 from shared.runtime.realtime import is_allowed
@@ -99,7 +99,6 @@ async def examine(gateway: str, access: Access, *, wants_vllm: bool) -> Sections
             checks.check_vllm(
                 torch,
                 is_wanted=wants_vllm,
-                has_amx="amx_tile" in cpu_flags(),
                 has_numa=checks.has_numa(),
                 compiler=find_compiler(),
             ),

@@ -79,13 +79,18 @@ def load_vllm(
             events = LayerEvents(meeting, num_ranks)
             stack.callback(events.close)
         wanted = _configured(files, config, arguments, device, meeting if events else None)
+        has_amx = _has_amx(wanted, device)
+        if has_amx:
+            # Its attention rounds weights to bfloat16: where threads share a row's keys, as they do
+            # if a step has few rows, an answer would depend on what else is in its steps.
+            os.environ.setdefault("VLLM_CPU_ATTN_SPLIT_KV", "0")
         STEP.has_engine = True  # whether or not it can be made: vLLM keeps what it has begun
         core = _core(wanted, begins, meeting)
         stack.callback(_end, core)
         checkpoint.require_same()  # vLLM has opened the files anew
         group = _only_group(core, folder)
         layout = _layout(wanted, group)
-        spec = _spec(checkpoint, wanted, arguments, release)
+        spec = _spec(checkpoint, wanted, arguments, f"{release} amx" if has_amx else release)
         block_size = wanted.cache_config.block_size
         pools: Pools
         streams = Streams()
@@ -94,7 +99,7 @@ def load_vllm(
             streams = CudaStreams(layout.num_layers, device, _stream_of_steps(core))
         else:
             ranks = [STEP.pools] if events is None else map_pools(meeting, num_ranks)
-            pools = HostPools(ranks, layout, block_size)
+            pools = HostPools(ranks, layout, block_size, is_tiled=_is_tiled(wanted, group))
         compiled = "eager" if wanted.model_config.enforce_eager else "compiled"
         facts = {
             "kernels": f"vllm {release}, {compiled}",
@@ -150,13 +155,6 @@ def _require_possible(
                 code="vllm_ranks",
             )
         return
-    # Of its kernels for KV, those for AMX take bfloat16 alone (``_get_attn_isa``).
-    if torch.cpu._is_amx_tile_supported() and config.dtype not in ("float32", "float16"):
-        raise ModelError(
-            "--engine vllm: on this CPU vLLM packs KV in bfloat16 for AMX, in a layout that no "
-            "other worker can read; take --dtype float32, or --engine torch",
-            code="vllm_amx",
-        )
     if not settings.is_eager(arguments) and not find_compiler():
         raise ModelError(
             "--engine vllm: vLLM compiles the model with a C++ compiler, and there is none: "
@@ -221,9 +219,13 @@ def _configured(
     }
     if not is_cpu:
         common["gpu_memory_utilization"] = config.gpu_memory_share
+    has_latent_kv = "kv_lora_rank" in files.text_config
     common["block_size"] = settings.block_size_of(
-        config, is_cpu=is_cpu, has_latent_kv="kv_lora_rank" in files.text_config
+        config, is_cpu=is_cpu, has_latent_kv=has_latent_kv
     )
+    if is_cpu and has_latent_kv and "attention_config" not in arguments:
+        # That for AMX knows bfloat16 alone, other blocks, and is taken for any dtype.
+        common["attention_backend"] = "CPU_MLA"
     settings.require_known(arguments, {field.name for field in dataclasses.fields(EngineArgs)})
     impls = [impl for impl in get_args(ModelImpl) if impl != "terratorch"]  # which has no text
     settings.require_choice(arguments, "model_impl", impls)
@@ -331,6 +333,25 @@ def _only_group(core: Any, folder: Path) -> Any:
             code="vllm_model",
         )
     return groups[0].kv_cache_spec
+
+
+def _has_amx(wanted: Any, device: torch.device) -> bool:
+    """Whether AMX multiplies, which adds in an order of its own: a mesh must tell such workers."""
+    dtype = wanted.model_config.dtype
+    if device.type != "cpu" or not torch.cpu._is_amx_tile_supported():
+        return False
+    is_half = dtype == torch.float16 and torch.cpu._is_amx_fp16_supported()
+    return is_half or dtype == torch.bfloat16
+
+
+def _is_tiled(wanted: Any, group: Any) -> bool:
+    """Whether vLLM's attention keeps KV as AMX's tiles; on a CPU."""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    model, cached = wanted.model_config, wanted.cache_config.cache_dtype
+    if model.use_mla:
+        return False
+    return _get_attn_isa(model.dtype, group.block_size, group.head_size, cached) == "amx"
 
 
 def _layout(wanted: Any, group: Any) -> KvLayout:

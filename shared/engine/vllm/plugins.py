@@ -103,6 +103,10 @@ def _no_counts(logprobs: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
 
 whole_weights.take_over()
 
+# vLLM's kernels take for granted that Linux was asked for AMX's registers, which oneDNN does with
+# its first large product: of a small model the process would end in them.
+torch.cpu._init_amx()
+
 # How many tokens are likelier than the chosen one: nobody here asks, and vLLM compiles that count
 # when the first answer wants logprobs. All answers waited seconds for it.
 vllm_sampler.batched_count_greater_than = _no_counts

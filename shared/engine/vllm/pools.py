@@ -8,13 +8,17 @@ A rank's pool of one layer, as vLLM registers it with a connector:
 
     attention   [num_blocks, heads, block_size, 2 * head_dim]
                 CPU: in a block and head the keys, transposed [head_dim, block_size], then the
-                values [block_size, head_dim]; elsewhere a key and its value side by side
+                values [block_size, head_dim]; as tiles for AMX, which multiplies pairs, the keys
+                [block_size / 16, head_dim / 2, 16 tokens, 2 numbers], then the values
+                [head_dim / 16, block_size / 2, 16 numbers, 2 tokens]; elsewhere a key and its
+                value side by side
     MLA         [num_blocks, block_size, width]
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from enum import Enum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,27 +33,43 @@ _OCTETS = {1: (torch.uint8, np.uint8), 2: (torch.int16, np.int16), 4: (torch.int
 """Bytes of an element -> types that hold its bits: copies look at no value, and numpy knows neither
 bfloat16 nor fp8."""
 
+_TILE = 16
+"""Rows of AMX's tiles, and pairs in each."""
+
+
+class _Axes(Enum):
+    """What a pool is indexed by."""
+
+    ROWS = "block, head, offset, dim"
+    COLUMNS = "block, head, dim, offset"
+    KEY_TILES = "block, head, offset // 16, dim // 2, offset % 16"  # of pairs
+    VALUE_TILES = "block, head, dim // 16, offset // 2, dim % 16, offset % 2"
+
 
 class _Part(NamedTuple):
     """One kind of KV of one layer and one rank: what to index with (block, offset).
 
     part: 0 = keys or the only one, 1 = values. heads: those of the wire that lie here.
-    is_transposed: the pool's axes are [block, head, dim, offset], else [block, head, offset, dim].
     """
 
     pool: Any
     part: int
     heads: slice
-    is_transposed: bool
+    axes: _Axes
 
 
 class HostPools(KvCopies):
     """Pools in memory of this host: this process's, or mapped from its ranks'."""
 
     def __init__(
-        self, ranks: Sequence[Sequence[torch.Tensor]], layout: KvLayout, block_size: int
+        self,
+        ranks: Sequence[Sequence[torch.Tensor]],
+        layout: KvLayout,
+        block_size: int,
+        *,
+        is_tiled: bool = False,
     ) -> None:
-        """ranks: [rank][layer]."""
+        """ranks: [rank][layer]. is_tiled: for AMX."""
         self._layout, self._block_size = layout, block_size
         _, self._dtype = _OCTETS[DTYPE_BYTES[layout.dtype]]
         self._pools = [pool for pools in ranks for pool in pools]
@@ -59,7 +79,7 @@ class HostPools(KvCopies):
         for pools in zip(*ranks, strict=True):
             parts: list[_Part] = []
             for heads, pool in zip(_heads(len(ranks), layout), pools, strict=True):
-                parts += _host_parts(pool, heads, layout)
+                parts += _host_parts(pool, heads, layout, is_tiled=is_tiled)
             self._layers.append(parts)
 
     def gather(self, slots: np.ndarray, first_layer: int, last_layer: int, out: Any) -> None:
@@ -84,7 +104,10 @@ class HostPools(KvCopies):
         frame = octets.view(self._dtype).reshape(shape)
         for layer in range(first_layer, last_layer):
             for it in self._layers[layer]:
-                yield frame[layer - first_layer, it.part, :, it.heads], it
+                wire = frame[layer - first_layer, it.part, :, it.heads].view(it.pool.dtype)
+                if it.axes is _Axes.VALUE_TILES:
+                    wire = wire.reshape(*wire.shape[:2], -1, _TILE)
+                yield wire, it
 
 
 class DevicePools(KvCopies):
@@ -98,7 +121,7 @@ class DevicePools(KvCopies):
         every_head = slice(0, layout.num_kv_heads)
         self._layers = [
             [
-                _Part(part, idx, every_head, is_transposed=False)
+                _Part(part, idx, every_head, _Axes.ROWS)
                 for idx, part in enumerate(_side_by_side(pool.view(self._type), layout))
             ]
             for pool in pools
@@ -170,22 +193,29 @@ def _heads(num_ranks: int, layout: KvLayout) -> list[slice]:
     return [slice(rank * each, (rank + 1) * each) for rank in range(num_ranks)]
 
 
-def _host_parts(pool: torch.Tensor, heads: slice, layout: KvLayout) -> list[_Part]:
+def _host_parts(
+    pool: torch.Tensor, heads: slice, layout: KvLayout, *, is_tiled: bool
+) -> list[_Part]:
     bits, _ = _OCTETS[pool.element_size()]
     if layout.parts == 1:
         (view,) = _side_by_side(pool.view(bits), layout)
-        return [_Part(view.numpy(), 0, heads, is_transposed=False)]
+        return [_Part(view.numpy(), 0, heads, _Axes.ROWS)]
     num_blocks, num_heads, block_size, width = pool.shape
-    halves = pool.view(bits).numpy().reshape(num_blocks, num_heads, 2, block_size * width // 2)
-    keys = halves[:, :, 0].reshape(num_blocks, num_heads, width // 2, block_size)
-    values = halves[:, :, 1].reshape(num_blocks, num_heads, block_size, width // 2)
+    dim = width // 2
     whole = pool.view(bits).numpy()
-    if not (np.shares_memory(keys, whole) and np.shares_memory(values, whole)):
+    keys, values = np.moveaxis(whole.reshape(num_blocks, num_heads, 2, block_size * dim), 2, 0)
+    if is_tiled:
+        _, pairs = _OCTETS[2 * pool.element_size()]
+        key_axes, value_axes = _Axes.KEY_TILES, _Axes.VALUE_TILES
+        keys = keys.view(pairs).reshape(num_blocks, num_heads, -1, dim // 2, _TILE)
+        values = values.reshape(num_blocks, num_heads, -1, block_size // 2, _TILE, 2)
+    else:
+        key_axes, value_axes = _Axes.COLUMNS, _Axes.ROWS
+        keys = keys.reshape(num_blocks, num_heads, dim, block_size)
+        values = values.reshape(num_blocks, num_heads, block_size, dim)
+    if not (np.may_share_memory(keys, whole) and np.may_share_memory(values, whole)):
         raise EngineFailed("vLLM's KV is not laid out as this release expects")
-    return [
-        _Part(keys, 0, heads, is_transposed=True),
-        _Part(values, 1, heads, is_transposed=False),
-    ]
+    return [_Part(keys, 0, heads, key_axes), _Part(values, 1, heads, value_axes)]
 
 
 def _side_by_side(pool: torch.Tensor, layout: KvLayout) -> Sequence[torch.Tensor]:
@@ -196,6 +226,15 @@ def _side_by_side(pool: torch.Tensor, layout: KvLayout) -> Sequence[torch.Tensor
 
 
 def _index(it: _Part, blocks: np.ndarray, offsets: np.ndarray) -> tuple[Any, ...]:
-    """What picks ``[token, head, dim]``: numpy puts the indexed axes first."""
+    """What picks ``[token, head, dim]``: numpy puts the indexed axes first. Of tiles it picks pairs
+    of dims, and dims by sixteens."""
     every = slice(None)
-    return (blocks, every, every, offsets) if it.is_transposed else (blocks, every, offsets)
+    match it.axes:
+        case _Axes.ROWS:
+            return blocks, every, offsets
+        case _Axes.COLUMNS:
+            return blocks, every, every, offsets
+        case _Axes.KEY_TILES:
+            return blocks, every, offsets // _TILE, every, offsets % _TILE
+        case _Axes.VALUE_TILES:
+            return blocks, every, every, offsets // 2, every, offsets % 2

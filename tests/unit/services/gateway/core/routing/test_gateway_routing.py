@@ -344,6 +344,7 @@ def test_what_must_agree_is_named_with_both_values(change: dict[str, object], wo
     [
         ("torch", "vllm 0.32.0", "computes with 'vllm 0.32.0', the mesh with 'torch'"),
         ("torch", "torch amx", "where some CPUs have AMX and others not, --kernels avx512"),
+        ("vllm 0.32.0", "vllm 0.32.0 amx", "not, --kernels avx512, or of vllm --dtype float32"),
         ("vllm 0.32.1", "vllm 0.32.0", "computes with 'vllm 0.32.0', the mesh with 'vllm 0.32.1'"),
     ],
 )
