@@ -24,6 +24,8 @@ from typing import Any, Literal, TypeVar
 
 import uvloop
 
+from shared.engine.native.build import cpu_flags
+
 T = TypeVar("T")
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -203,7 +205,7 @@ def environment() -> dict[str, Any]:
         "machine": machine_name(),
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
-        "flags": cpu_flags(),
+        "flags": vector_flags(),
         "memory_gib": round(
             os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30), 1
         ),
@@ -256,11 +258,7 @@ def cpu_name() -> str:
     return platform.machine()
 
 
-def cpu_flags() -> list[str]:
+def vector_flags() -> list[str]:
     """Those vector extensions that decide which kernels run."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("flags"):
-                wanted = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16")
-                return [flag for flag in wanted if flag in line.split()]
-    return []
+    wanted = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16")
+    return [flag for flag in wanted if flag in cpu_flags()]

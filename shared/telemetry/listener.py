@@ -15,7 +15,6 @@ from typing import Any, cast
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
-from shared.errors import InvariantViolated
 from shared.listening import listen_at
 
 
@@ -71,8 +70,7 @@ async def serve_metrics(
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     manager = runner.server
-    if manager is None:
-        raise InvariantViolated("aiohttp's runner has no server after its setup")
+    assert manager is not None  # after its setup
     loop = asyncio.get_running_loop()
 
     def connection() -> _ScrapeConnection:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.engine.native.build import INSTRUCTIONS, NUMBERS, unsupported
+from shared.engine.native.build import INSTRUCTIONS, NUMBERS, NotMade, _compiler, unsupported
 from tests.support.house import ROOT
 from tools.release import build, platform_tag
 
@@ -28,6 +28,11 @@ WITHOUT_A_LICENCE = {"protobuf"}
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Wheel and sdist of HEAD, and the wheel with kernels where they are made."""
+    if not unsupported("avx2"):
+        try:
+            _compiler()
+        except NotMade as error:
+            pytest.skip(str(error))
     return build(tmp_path_factory.mktemp("release"), "HEAD")
 
 
