@@ -35,10 +35,10 @@ from shared.errors import (
     WorkerLost,
     without_frames,
 )
-from shared.http2.round_trip import round_trip_s
 from shared.messages.message_codec import CODEC, framed, read_message, read_message_nowait
 from shared.rpc.methods import Method
 from shared.rpc.status import ERROR_TRAILER, error_to_json, row_of, status_message
+from shared.tcp_info import round_trip_s
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")

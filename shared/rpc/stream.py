@@ -25,10 +25,10 @@ from h2.errors import ErrorCodes
 from h2.exceptions import H2Error
 
 from shared.errors import MeshError, RemoteProtocolError, WorkerLost
-from shared.http2.round_trip import round_trip_s
 from shared.messages.message_codec import CODEC, framed, read_message, read_message_nowait
 from shared.rpc.methods import Method
 from shared.rpc.status import ERROR_TRAILER, error_from_grpc
+from shared.tcp_info import round_trip_s
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")

@@ -4,6 +4,8 @@ clients and with grpcio's, which wants ALPN."""
 from __future__ import annotations
 
 import asyncio
+import socket
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -70,6 +72,26 @@ async def test_an_answer_streams_over_tls(authority: Authority) -> None:
     assert got.strip() == text.strip()
     assert answer.finish_reason == "stop"
     assert answer.usage["completion_tokens"] > 0
+
+
+async def test_who_sends_a_head_that_is_too_large_can_read_so(authority: Authority) -> None:
+    """Though it looks for an answer only when all is sent, as most clients do."""
+    head = b"GET /health HTTP/1.1\r\nHost: x\r\nX: %b\r\n\r\n" % (b"y" * 4_000_000)
+    async with http_gateway(ScriptedMesh(), tls=ServerTls(authority.sign("server"))) as url:
+        host, port = url.removeprefix("https://").split(":")
+        trusts = ssl.create_default_context(cafile=authority.path)
+
+        def ask() -> bytes:
+            with (
+                socket.create_connection((host, int(port))) as plain,
+                trusts.wrap_socket(plain, server_hostname=host) as client,
+            ):
+                client.sendall(head)
+                return client.recv(1 << 16)
+
+        answer = await asyncio.to_thread(ask)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"bad_http" in answer
 
 
 @pytest.mark.parametrize(

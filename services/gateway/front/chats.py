@@ -8,10 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import msgspec
+
 from services.gateway import limits
 from services.gateway.front.answers import Choice, TextDelta
 from services.gateway.front.frontdoor import Caller, Form, FrontDoor, Prompt, in_time
-from services.gateway.front.tool_fields import NamedTool, ToolBody, ToolUse, size_of, tool_use
+from services.gateway.front.tool_fields import NamedTool, ToolBody, ToolUse, tool_use
 from services.gateway.mesh import ServedModel
 from services.gateway.text.calls.families import PARSERS, SHOWS_SPECIAL_TOKENS
 from services.gateway.text.calls.harmony import HarmonyParser
@@ -167,7 +169,8 @@ async def _used(asked: AskedTools, form: Form, front: FrontDoor) -> ToolUse | No
         return use
 
     # A hundred lines of references can keep a loop for half a second.
-    return await front.text.offload(used, size_of(asked.tools)) if asked.tools else used()
+    size = len(msgspec.json.encode(asked.tools)) if asked.tools else 0
+    return await front.text.offload(used, size)
 
 
 def _hold_to(use: ToolUse, form: Form, front: FrontDoor) -> None:

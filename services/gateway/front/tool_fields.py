@@ -198,14 +198,6 @@ def _allowed(
     return allowed.mode, wanted
 
 
-def size_of(tools: Sequence[ToolBody]) -> int:
-    """Return the length of tools as JSON."""
-    try:
-        return len(msgspec.json.encode(tools))
-    except OverflowError:  # a number of more than 64 bits
-        return len(repr(tools))
-
-
 def for_template(tools: Sequence[ToolBody]) -> list[dict[str, Any]]:
     """Return tools as chat templates expect them."""
     shown: list[dict[str, Any]] = []

@@ -24,7 +24,7 @@ from aiohttp.streams import StreamReader
 
 from services.gateway import limits
 from services.gateway.http.messages import Response, bad_http, error_response, head_of, too_large
-from services.gateway.http.stalls import keep_little_in_kernel, unless_stalled
+from services.gateway.http.stalls import keep_little_in_kernel, taken_of, unless_stalled
 from shared.errors import Overloaded, without_frames
 from shared.listening import listen_at
 from shared.rpc.network import Address
@@ -81,7 +81,8 @@ class HttpRequest:
         self.headers = message.headers
         self.parameters: Mapping[str, str] = {}
         self.is_http11 = message.version >= HttpVersion11
-        self.is_last = message.should_close
+        # Of HTTP/1.0 chunks may be what a proxy took for the next request (RFC 9112, section 6.1).
+        self.is_last = message.should_close or (message.chunked and not self.is_http11)
         self.is_answered = False
         self._body = body
         self.num_kept = 0
@@ -334,10 +335,10 @@ class Connection(BaseProtocol):
         response = error_response(bad_http(), status=400)
         framing = {"Content-Length": str(len(response.body)), "Connection": "close"}
         self.write(head_of(response.status, {**response.headers, **framing}) + response.body)
-        if (transport := self.transport) is not None and transport.can_write_eof():
+        if (transport := self.transport) is not None and transport.can_write_eof():  # not in TLS
             transport.write_eof()
-            # Until the client leaves: what it still sends is dropped, for the same reason.
-            await asyncio.sleep(LINGER_S)
+        # Until the client leaves: what it still sends is dropped, for the same reason.
+        await asyncio.sleep(LINGER_S)
 
     # --- responses ------------------------------------------------------------------------------
 
@@ -391,13 +392,22 @@ class Connection(BaseProtocol):
     # --- the end --------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Close, once what was written has left; a client that does not read it is cut."""
+        """Close, once what was written has left; a client that reads nothing of it is cut."""
         self._is_over = True
         transport = self.transport
         if transport is not None and not transport.is_closing():
             if transport.get_write_buffer_size():
-                self._call_at(self._loop.time() + limits.STALL_S, self.abort)
+                self._cut_if_stalled()
             transport.close()
+
+    def _cut_if_stalled(self, before: tuple[int, int] | None = None) -> None:
+        """before: what the client had taken when somebody looked last."""
+        if (transport := self.transport) is None:
+            return
+        if (now := taken_of(transport)) == before:
+            self.abort()
+        else:
+            self._call_at(self._loop.time() + limits.STALL_S, partial(self._cut_if_stalled, now))
 
     def abort(self) -> None:
         self._is_over = True

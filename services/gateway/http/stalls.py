@@ -7,16 +7,22 @@ import socket
 from collections.abc import Awaitable
 from typing import Any
 
+from shared.tcp_info import acknowledged_bytes
+
 
 def keep_little_in_kernel(transport: asyncio.WriteTransport, num_bytes: int) -> None:
-    """Give the socket a send buffer of about ``num_bytes``.
-
-    Else it takes megabytes before a slow client shows, and then nothing until a third of them has
-    left: what is read steadily would look like a stall.
-    """
+    """Give the socket a send buffer of about ``num_bytes``: else it takes megabytes before a client
+    that reads nothing shows."""
     connection: Any = transport.get_extra_info("socket")
     if connection is not None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, num_bytes)
+
+
+def taken_of(transport: asyncio.WriteTransport) -> tuple[int, int]:
+    """Return what changes whenever a client takes some of what was written: what waits here, and
+    what it has. The first alone does not tell of what waits below TLS, and stands still until the
+    kernel has room for a large piece."""
+    return transport.get_write_buffer_size(), acknowledged_bytes(transport)
 
 
 async def unless_stalled(
@@ -24,20 +30,19 @@ async def unless_stalled(
 ) -> None:
     """Await ``writing``, which waits for room in the transport's buffer.
 
-    Raises TimeoutError: for ``stall_s`` not a byte of the buffer has left. A client that reads
-    slowly is waited for, however long it takes.
+    Raises TimeoutError: for ``stall_s`` the client took not a byte. One that reads slowly is waited
+    for, however long it takes.
     """
     loop = asyncio.get_running_loop()
-    unsent_bytes = -1  # nobody has looked
+    before = None  # nobody has looked
 
     def look() -> None:
-        nonlocal unsent_bytes, timer
-        still_bytes = transport.get_write_buffer_size()
-        # More than before means that we have written, which we do only where there was room.
-        if still_bytes == unsent_bytes:
+        nonlocal before, timer
+        # More waits than before: we have written, which we do only where there was room.
+        if (now := taken_of(transport)) == before:
             limit.reschedule(loop.time())
         else:
-            unsent_bytes = still_bytes
+            before = now
             timer = loop.call_later(stall_s, look)
 
     # Not before ``writing`` has begun: an empty buffer would be what nothing can be less than.

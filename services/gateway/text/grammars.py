@@ -92,12 +92,8 @@ class Structure:
     @property
     def digest(self) -> bytes:
         """The same for what has the same grammar."""
-        try:
-            value = msgspec.json.encode(self.value)
-        except OverflowError:  # a number of more than 64 bits
-            value = json.dumps(self.value).encode()
         about = f"{self.kind} {self.whitespace!r} {self.thought} ".encode()
-        return hashlib.blake2b(about + value, digest_size=16).digest()
+        return hashlib.blake2b(about + msgspec.json.encode(self.value), digest_size=16).digest()
 
     @property
     def begins_free(self) -> bool:

@@ -241,6 +241,14 @@ async def test_who_sends_a_head_that_is_too_large_can_read_so() -> None:
                 await writer.wait_closed()
 
 
+async def test_chunks_in_http_1_0_are_a_connections_last() -> None:
+    """A proxy of that version takes none for a body, and may take for one what follows."""
+    chunked = POST.replace(b"1.1", b"1.0") + b"Transfer-Encoding: chunked\r\n"
+    request = chunked + b"Connection: keep-alive\r\n\r\n" + CHUNKS
+    ((status, headers, _),) = split(await asked(request + LAST))
+    assert (status, headers["connection"]) == (200, "close")
+
+
 async def test_a_protocol_that_nobody_speaks_is_not_switched_to() -> None:
     """What follows the request is not looked at."""
     request = LAST.replace(b"Connection: close", b"Connection: Upgrade\r\nUpgrade: websocket")

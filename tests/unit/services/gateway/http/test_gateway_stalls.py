@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import sys
 from typing import Any, cast
 
 import pytest
@@ -49,6 +51,9 @@ class Link:
 
     def abort(self) -> None:
         self.is_aborted = True
+
+    def close(self) -> None:
+        """What waits leaves first."""
 
     def write(self, data: bytes) -> None:
         """Some bytes more make no difference."""
@@ -132,6 +137,47 @@ async def test_a_paused_stream_is_watched_though_its_buffer_has_room() -> None:
     with pytest.raises(DeadlinePassed):
         await events.write(b"data: x\n\n")
     assert link.is_aborted
+
+
+class TlsLink(Link):
+    """Its buffer stays full while the one below it empties, of which TCP alone tells."""
+
+    def get_write_buffer_size(self) -> int:
+        return BUFFER_BYTES
+
+    def get_extra_info(self, name: str) -> Any:
+        return self if name == "socket" else None
+
+    def getsockopt(self, level: int, option: int, size: int) -> bytes:
+        assert (level, option) == (socket.IPPROTO_TCP, socket.TCP_INFO)
+        acknowledged = (1 << 40) - super().get_write_buffer_size()
+        return (bytes(120) + acknowledged.to_bytes(8, sys.byteorder))[:size]
+
+
+@virtual_time
+async def test_a_slow_client_over_tls_is_waited_for() -> None:
+    """Though for longer than a stall nothing changes in the buffer that is seen; one that reads
+    nothing is cut."""
+    link: Any = TlsLink(10_000, 100)
+    await unless_stalled(asyncio.sleep(90), link, 10.0)
+    link = TlsLink(10_000, 0)
+    with pytest.raises(TimeoutError):
+        await unless_stalled(asyncio.sleep(90), link, 10.0)
+
+
+@pytest.mark.parametrize(("bytes_per_s", "is_cut"), [(100, False), (0, True)])
+@virtual_time
+async def test_a_connection_that_ends_waits_for_a_slow_client(
+    bytes_per_s: int, is_cut: bool
+) -> None:
+    """To read the last bytes, but for no client that reads nothing."""
+    link, listener = Link(10_000, bytes_per_s), cast("Any", None)
+    connection = Connection(listener, asyncio.get_running_loop())
+    connection.transport = cast("Any", link)
+    connection.end()
+    await asyncio.sleep(9 * limits.STALL_S)
+    assert link.is_aborted is is_cut
+    connection.transport = None
 
 
 @pytest.mark.parametrize("is_read", [True, False])
