@@ -66,7 +66,8 @@ def run_gateways(config: GatewayConfig) -> int:
 
     # A child is cut at that time itself: this limit must not come first.
     code = run_service("gateway", main, drain_s=config.drain_s + GRACE_S)
-    return code or max(codes, default=0)
+    # Of one that a signal ended, as shells say it.
+    return code or max((128 - it if it < 0 else it for it in codes), default=0)
 
 
 async def _start(children: Sequence[_Child], tasks: asyncio.TaskGroup) -> None:

@@ -60,7 +60,7 @@ UNSERVED: dict[str, Unserved] = {
         (
             *("return_tokens_as_token_ids", "return_token_ids", "return_prompt_token_ids"),
             *("return_prompt_text", "return_meta_info", "return_cached_tokens_details"),
-            *("return_hidden_states", "return_routed_experts"),
+            *("return_hidden_states", "return_routed_experts", "return_token_strs"),
         ),
         _NO_SUCH_PART,
     ),

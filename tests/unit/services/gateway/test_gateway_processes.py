@@ -7,6 +7,7 @@ import errno
 import os
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,13 +25,14 @@ class FakeProcess:
 
     returncode: int | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, code: int = 0) -> None:
+        self.code = code
         self.ended = asyncio.Event()
 
     async def wait(self) -> int:
         await self.ended.wait()
-        self.returncode = 0
-        return 0
+        self.returncode = self.code
+        return self.code
 
     def send_signal(self, number: int) -> None:
         self.ended.set()
@@ -71,3 +73,34 @@ async def test_a_process_that_cannot_be_started_is_tried_again_once_one_was(
         while len(starts) < 3:
             await asyncio.sleep(0.1)
         one.stop()
+
+
+@pytest.mark.parametrize(("codes", "whole"), [((0, 0), 0), ((3, 0), 3), ((0, -9), 137)])
+def test_the_parent_ends_as_the_worst_of_its_processes(
+    codes: tuple[int, int], whole: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is killed amid its drain is no good end, either."""
+    left = list(codes)
+
+    @asynccontextmanager
+    async def child(module: str, env: dict[str, str]) -> AsyncGenerator[Any]:
+        process = FakeProcess(left.pop(0))
+
+        async def words() -> AsyncIterator[dict[str, Any]]:
+            yield FACTS
+            await process.ended.wait()
+
+        yield process, words()
+
+    def run_service(name: str, main: Any, *, drain_s: float) -> int:
+        stop = asyncio.Event()
+
+        def ready(**facts: Any) -> None:
+            stop.set()
+
+        asyncio.run(main(SimpleNamespace(tell=None, ready=ready, stop=stop)))
+        return 0
+
+    monkeypatch.setattr(processes, "child_process", child)
+    monkeypatch.setattr(processes, "run_service", run_service)
+    assert processes.run_gateways(GatewayConfig(gateway_processes=2)) == whole
