@@ -286,14 +286,13 @@ def sampling_params(
     defaults: Mapping[str, float],
     seed: int,
     bad_words: tuple[tuple[int, ...], ...] = (),
+    allowed: bytes = b"",
 ) -> SamplingParams:
     """Check a form against the model and fill every default.
 
-    bad_words: the form's, as tokens.
-
     defaults: of the model folder's generation_config.json. default_max_tokens: None = the rest of
-    the context.
-    seed: used when the client gave none.
+    the context. seed: used when the client gave none. bad_words: the form's, as tokens. allowed:
+    its allowed tokens, checked: once, and not for each of many prompts.
     Raises InvalidRequest: the first field that breaks a rule.
     """
     room = model.max_model_len - num_prompt_tokens
@@ -328,7 +327,7 @@ def sampling_params(
         ignore_eos=form.ignore_eos,
         logprobs=_checked_logprobs(form.logprobs, "logprobs"),
         prompt_logprobs=_checked_logprobs(form.prompt_logprobs, "prompt_logprobs"),
-        allowed_token_ids=_checked_allowed(form.allowed_token_ids, model.vocab_size),
+        allowed_token_ids=allowed,
         bad_words=bad_words,
         grammar=form.grammar,
     )
@@ -383,7 +382,8 @@ def _checked_stop_ids(token_ids: Sequence[int], vocab_size: int) -> tuple[int, .
     return checked_token_ids(tuple(dict.fromkeys(token_ids)), vocab_size, param="stop_token_ids")
 
 
-def _checked_allowed(token_ids: Sequence[int] | None, vocab_size: int) -> bytes:
+def checked_allowed(token_ids: Sequence[int] | None, vocab_size: int) -> bytes:
+    """Return the only tokens that a form allows, as workers get them; empty = all are."""
     if token_ids is None:
         return b""
     if not token_ids:

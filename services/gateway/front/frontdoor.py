@@ -306,6 +306,7 @@ class FrontDoor:
             # A step needs one (``Choice``).
             form = replace(form, sampling=replace(form.sampling, max_tokens=1))
         bad_words = self.text.bad_words(limits.checked_bad_words(form.sampling.bad_words))
+        allowed = limits.checked_allowed(form.sampling.allowed_token_ids, model.vocab_size)
         longest = model.max_model_len - (form.sampling.max_tokens or form.default_max_tokens or 1)
         choices: list[Choice] = []
         for prompt_idx, prompt in enumerate(prompts):
@@ -324,6 +325,7 @@ class FrontDoor:
                 defaults=self._defaults,
                 seed=seed,
                 bad_words=bad_words,
+                allowed=allowed,
             )
             for number in range(form.num_choices):
                 # A client's seed gives every prompt the same answers as alone; a random one must

@@ -36,7 +36,8 @@ class ChatPieces:
 def _joined(said: Message, more: Message) -> bool:
     """Add what an answer said next to its message, unless that would change its order."""
     if more.tool_calls:
-        said.tool_calls = [*(said.tool_calls or ()), *more.tool_calls]
+        said.tool_calls = said.tool_calls or []
+        said.tool_calls += more.tool_calls  # a new list each time costs the square of their number
     elif said.tool_calls or more.reasoning_content or said.content:
         return False
     else:

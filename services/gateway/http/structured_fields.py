@@ -16,6 +16,9 @@ from services.gateway.front import field_rules as fields
 from services.gateway.http.unserved_fields import UnservedFields, unsupported
 from services.gateway.text.grammars import MAX_CHOICES, Kind, Structure, one_wish, parsed_json
 
+MAX_TAGS = 512
+"""Tags of a structure, and triggers: each of the ones is looked for among all of the others."""
+
 JsonSchema = Annotated[
     dict[str, Any] | bool | str, fields.rule("A JSON schema, or its text.", minProperties=0)
 ]
@@ -23,6 +26,9 @@ Choices = Annotated[
     list[Annotated[str, fields.rule(minLength=1)]],
     fields.rule("The answer is one of them.", minItems=1, maxItems=MAX_CHOICES),
 ]
+
+
+_AT_MOST = fields.rule(maxItems=MAX_TAGS)
 
 
 class NamedSchema(msgspec.Struct, rename={"schema_": "schema"}):
@@ -64,8 +70,8 @@ class TagFormat(msgspec.Struct):
     json_schema: JsonSchema | None = None
     pattern: str | None = None
     grammar: str | None = None
-    triggers: list[str] | None = None
-    tags: list[FormatTag] | None = None
+    triggers: Annotated[list[str], _AT_MOST] | None = None
+    tags: Annotated[list[FormatTag], _AT_MOST] | None = None
     at_least_one: Annotated[bool, fields.rule(const=False)] = False
     stop_after_first: Annotated[bool, fields.rule(const=False)] = False
 
@@ -78,8 +84,8 @@ class ResponseFormat(msgspec.Struct, rename={"schema_": "schema"}):
         str, fields.rule(enum=["text", "json_object", "json_schema", "structural_tag"])
     ] = "text"
     json_schema: NamedSchema | None = None
-    structures: list[TaggedStructure] | None = None
-    triggers: list[str] | None = None
+    structures: Annotated[list[TaggedStructure], _AT_MOST] | None = None
+    triggers: Annotated[list[str], _AT_MOST] | None = None
     format: TagFormat | None = None
     schema_: JsonSchema | None = None
 
@@ -247,6 +253,8 @@ def _tags(
     """parts: each with its place, and the name of its schema there."""
     if not parts or not triggers:
         raise unsupported(param, "a structural tag needs tags and triggers")
+    limits.checked_count(len(parts), MAX_TAGS, param=param, what="tags")
+    limits.checked_count(len(triggers), MAX_TAGS, param=f"{param}.triggers", what="triggers")
     tags: list[Mapping[str, Any]] = []
     places: dict[str, str] = {}
     for index, (place, name, part) in enumerate(parts):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -10,6 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.gateway.front.frontdoor import Form, Prompt
+from services.gateway.front.places import Places
+from services.gateway.front.tool_fields import CalledFunction, MessageCall
+from services.gateway.http.chat_pieces import ChatPieces
 from services.gateway.http.json_body import parse_body
 from services.gateway.http.openai_forms import (
     ChatBody,
@@ -17,8 +22,10 @@ from services.gateway.http.openai_forms import (
     Message,
     messages_for_template,
 )
-from services.gateway.limits import MAX_JSON_DEPTH
+from services.gateway.limits import MAX_JSON_DEPTH, SamplingForm
 from shared.errors import InvalidRequest
+from shared.messages.columns import pack_u32
+from tests.support.scripted_mesh import MODEL, ScriptedMesh, front_door
 
 """No test depends on speed."""
 
@@ -318,6 +325,42 @@ def test_any_bytes_are_a_body_or_an_invalid_request(data: bytes) -> None:
     """Random bytes never raise anything else."""
     with pytest.raises(InvalidRequest):
         parse_body(data, CHAT)
+
+
+class Ids(list[int]):
+    """Counts how often it is read."""
+
+    num_reads = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.num_reads += 1
+        return super().__iter__()
+
+
+async def test_allowed_tokens_are_checked_once_for_all_prompts() -> None:
+    """A body has room for a million of them, and for hundreds of prompts."""
+    front, reads = front_door(ScriptedMesh()), []
+    for num_prompts in (1, 8):
+        ids = Ids([9, 4])
+        form = Form(sampling=SamplingForm(allowed_token_ids=ids))
+        prompts = [Prompt(token_ids=(5,))] * num_prompts
+        for choice in front.choices(front.new_caller("", {}), MODEL, prompts, form):
+            assert choice.request.sampling.allowed_token_ids == pack_u32([4, 9])
+        reads.append(ids.num_reads)
+    front.text.close()
+    assert reads[0] == reads[1] > 0
+
+
+def test_calls_that_are_put_together_are_not_copied_each_time() -> None:
+    """A body has room for ten thousands of them, one a message."""
+    pieces = ChatPieces(Places({}), num_before=0, call_id="id")
+    calls = [MessageCall(str(number), CalledFunction("f")) for number in range(3)]
+    found: list[Any] = []
+    for call in calls:
+        pieces.add(Message("assistant", tool_calls=[call]), "messages[0]")
+        found.append(pieces.messages[0].tool_calls)
+    assert found[-1] == calls
+    assert all(one is found[-1] for one in found)
 
 
 def test_one_structure_by_two_names() -> None:

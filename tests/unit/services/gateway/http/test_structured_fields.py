@@ -144,6 +144,18 @@ def test_spaces_between_the_parts() -> None:
             "structural_tag.format.tags[0].content.type",
         ),
         ({"structural_tag": tag_text(triggers=["<g"])}, "structural_tag.format.tags[0].begin"),
+        ({"structural_tag": tag_text(triggers=["<f"] * 513)}, "structural_tag.format.triggers"),
+        ({"structural_tag": tag_text(tags=FORMAT["tags"] * 513)}, "structural_tag.format"),
+        (
+            {
+                "response_format": {
+                    "type": "structural_tag",
+                    "structures": TAG["structures"] * 513,
+                    "triggers": TAG["triggers"],
+                }
+            },
+            "response_format",
+        ),
         (
             {"response_format": {"type": "structural_tag", **TAG, "triggers": ["<g"]}},
             "response_format.structures[0].begin",
