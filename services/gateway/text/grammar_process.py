@@ -18,10 +18,12 @@ MAX_COMPILE_S = 0.5
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """fault: what is wrong, '' = nothing. is_lasting: it would be the same again."""
+    """fault: what is wrong, '' = nothing. is_lasting: it would be the same again. lark: the
+    grammar in Lark's words, if it was in others."""
 
     fault: str
     is_lasting: bool = True
+    lark: str = ""
 
 
 TOO_SLOW = Verdict("it takes too long to compile: make it simpler")
@@ -59,7 +61,16 @@ class GrammarProcess(WorkProcess):
 def verdict_of(grammar: str, tokenizer: object) -> Verdict:
     """Compile a grammar over the 256 bytes, and look at its first token."""
     began_at = time.process_time()
-    state = matcher(tokenizer, grammar)
+    lark = grammar
+    if not grammar.startswith("{"):
+        try:
+            # GBNF (of llama.cpp, and xgrammar's EBNF) is translated. Here, for that takes the
+            # square of its length, and of empty lines with nobody else running.
+            lark = library().gbnf_to_lark.any_to_lark(grammar)
+        except Exception as error:  # a plain parser: ValueError, IndexError, ...
+            reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+            return Verdict(f"is neither Lark's nor GBNF: {reason}")
+    state = matcher(tokenizer, lark)
     if not state.is_error():
         mask = state.compute_bitmask()
         if not any(mask) or (state.is_error() and not state.is_accepting()):
@@ -69,7 +80,7 @@ def verdict_of(grammar: str, tokenizer: object) -> Verdict:
     # A fork's timer comes first: this is for tests, which check in place.
     if time.process_time() - began_at > MAX_COMPILE_S:
         return TOO_SLOW
-    return Verdict("")
+    return Verdict("", lark="" if lark == grammar else lark)
 
 
 def _sentence(message: str) -> str:

@@ -181,7 +181,24 @@ class Grammars:
 
     def _checked(self, structure: Structure, check: Check, *, is_quick: bool = False) -> str:
         """Raises _TakesLonger: a quick check cannot say what becomes of it."""
-        grammar = told = text_of(structure)
+        grammar = text_of(structure)
+        told = self._told(structure, grammar)
+        verdict = self._verdict(grammar, check, is_quick=is_quick)
+        if fault := verdict.fault:
+            path = ""
+            if structure.kind in ("json_schema", "tags", "forms"):
+                path, fault = library_fault(structure.value, fault)
+            if structure.kind == "json_schema" and not path:
+                if is_quick:
+                    raise _TakesLonger
+                path, fault = _innermost(structure, fault, check)
+            raise refusal(structure.place(path), fault, code="invalid_grammar")
+        return self._told(structure, verdict.lark) if verdict.lark else told
+
+    def _told(self, structure: Structure, grammar: str) -> str:
+        """Return a structure's grammar as workers get it. Raises InvalidRequest: it is too
+        large."""
+        told = grammar
         # The process that checks knows no tokens: of marks it has seen the spelling.
         if structure.kind in ("tags", "forms"):
             told = text_of(structure, self.marks)
@@ -193,19 +210,9 @@ class Grammars:
                 f"as a grammar it must have at most {MAX_GRAMMAR_BYTES} bytes",
                 code="grammar_too_large",
             )
-        fault = self._fault(grammar, check, is_quick=is_quick)
-        if fault:
-            path = ""
-            if structure.kind in ("json_schema", "tags", "forms"):
-                path, fault = library_fault(structure.value, fault)
-            if structure.kind == "json_schema" and not path:
-                if is_quick:
-                    raise _TakesLonger
-                path, fault = _innermost(structure, fault, check)
-            raise refusal(structure.place(path), fault, code="invalid_grammar")
         return told
 
-    def _fault(self, grammar: str, check: Check, *, is_quick: bool) -> str:
+    def _verdict(self, grammar: str, check: Check, *, is_quick: bool) -> Verdict:
         verdict = self._known.pop(grammar, None)
         if verdict is None:
             verdict = check(grammar)
@@ -213,7 +220,7 @@ class Grammars:
                 raise _TakesLonger
         if verdict.is_lasting:
             self._known[grammar] = verdict
-        return verdict.fault
+        return verdict
 
 
 @dataclass(slots=True)
@@ -293,7 +300,10 @@ def text_of(structure: Structure, marks: Mapping[str, str] = NO_MARKS) -> str:
         case "choice":
             return write.grammar_from_lark("start: " + " | ".join(map(_literal, value)))
         case "grammar":
-            return write.grammar_from_lark(_lark(_text(value, param), param))
+            text = _text(value, param)
+            if text.lstrip().startswith("{"):  # the library's own form, which is not for clients
+                raise refusal(param, "is neither Lark's nor GBNF", code="invalid_grammar")
+            return text
         case "tags":
             return _tags(structure, marks)
         case "forms":
@@ -335,18 +345,6 @@ def _text(value: Any, param: str) -> str:
 def _literal(text: str) -> str:
     # Every control character is an escape to Lark; to JSON, DEL is none.
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _lark(text: str, param: str) -> str:
-    """Return a grammar in Lark's words; GBNF (of llama.cpp, and xgrammar's EBNF) is translated."""
-    translate: Any = library().gbnf_to_lark.any_to_lark
-    try:
-        return translate(text)
-    except Exception as error:  # the translator is a plain parser: ValueError, IndexError, ...
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        raise refusal(
-            param, f"is neither Lark's nor GBNF: {reason}", code="invalid_grammar"
-        ) from None
 
 
 def _tags(structure: Structure, marks: Mapping[str, str]) -> str:

@@ -15,7 +15,11 @@ from urllib.parse import unquote, urljoin
 
 MAX_DEPTH = 64
 MAX_VISITS = 200_000
-"""Most parts that are looked at, again and again where references lead to each other."""
+"""Most parts, and names in them, that are looked at, again and again where references lead to each
+other."""
+
+MAX_BASE_CHARS = 512
+"""Of what references within a part of a schema are resolved against: each of them holds it."""
 
 _SCALARS = frozenset({"string", "number", "integer", "boolean", "null"})
 _TYPES = _SCALARS | {"object", "array"}
@@ -68,11 +72,11 @@ def schema_fault(schema: Any) -> SchemaFault | None:
         if inexact is not None:
             return inexact
     ends = _Ends(schema)
-    if ends.named_twice is not None:
-        name = ends.named_twice
+    if ends.misnamed is not None:
+        name, rule = ends.misnamed
         names = (one for one in _keywords(schema, "") if one[1] in ("$id", "$anchor"))
         place = next((place for place, _, value in names if value == name), "")
-        return SchemaFault(place, f"several parts of the schema are called {name}")
+        return SchemaFault(place, rule)
     if ends.of(schema):
         return None
     if ends.is_cut:
@@ -271,14 +275,16 @@ class _Ends:
         self._known: dict[str, bool] = {}
         self._num_visits = 0
         self.endless = ""
-        self.named_twice: str | None = None
+        self.misnamed: tuple[str, str] | None = None  # a name, and what is wrong with it
         self._index(root, "")
         refs = sorted({ref for ref in self._refs.values() if self._target(ref) is not None})
         self._known = dict.fromkeys(refs, False)
         has_changed = True
-        while has_changed and self._num_visits < MAX_VISITS:
+        while has_changed and not self.is_cut:
             has_changed = False
             for ref in refs:
+                if self.is_cut:
+                    break
                 if not self._known[ref] and self.of(self._target(ref)):
                     self._known[ref] = has_changed = True
         self.endless = next((ref for ref in refs if not self._known[ref]), "")
@@ -307,6 +313,7 @@ class _Ends:
             return True
         kinds = parts.get("type")
         kinds = [kinds] if isinstance(kinds, str) else as_list(kinds)
+        self._num_visits += len(kinds)
         if not kinds or any(kind in _SCALARS for kind in kinds if isinstance(kind, str)):
             # Without a type other kinds of values match as well, whatever an object must have.
             return True
@@ -318,6 +325,7 @@ class _Ends:
         properties = parts.get("properties")
         known = cast("dict[str, Any]", properties) if isinstance(properties, dict) else {}
         required = [key for key in as_list(parts.get("required")) if isinstance(key, str)]
+        self._num_visits += len(required)
         return all(self.of(known[key]) for key in required if key in known)
 
     def _array_ends(self, parts: Mapping[str, Any]) -> bool:
@@ -340,6 +348,10 @@ class _Ends:
         own, anchor, ref = parts.get("$id"), parts.get("$anchor"), parts.get("$ref")
         if isinstance(own, str):
             base = _joined(base, own).rstrip("#")
+            if len(base) > MAX_BASE_CHARS:
+                rule = f"makes names of more than {MAX_BASE_CHARS} characters"
+                self.misnamed = own, rule
+                return
             self._name(base, parts, own)
         if isinstance(anchor, str):
             self._name(f"{base}#{anchor}", parts, anchor)
@@ -351,7 +363,7 @@ class _Ends:
 
     def _name(self, name: str, parts: Mapping[str, Any], own: str) -> None:
         if self._resources.setdefault(name, parts) is not parts:
-            self.named_twice = own
+            self.misnamed = own, f"several parts of the schema are called {own}"
 
     def _target(self, ref: str) -> Any | None:
         base, _, fragment = ref.partition("#")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import os
 import resource
 import signal
 import subprocess
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
@@ -245,6 +247,13 @@ async def test_what_is_served(value: Any, kind: Kind) -> None:
         ({"properties": 3}, "json_schema", "", "properties"),
         ({"items": {"$id": "#"}}, "json_schema", ".items.$id", "called #"),
         ({"properties": {"$id": ""}}, "json_schema", "", "called"),
+        ({"items": {"$id": "a" * 513}}, "json_schema", ".items.$id", "more than 512"),
+        (
+            {"$id": "a" * 300 + "/", "items": {"$id": "b" * 300}},
+            "json_schema",
+            ".items.$id",
+            "more than 512",
+        ),
         ({"type": [[]]}, "json_schema", "", "no answer"),
         (an_object(a={"type": "objekt"}), "json_schema", ".properties.a.type", "one of"),
         ({"properties": {"a": {"type": "flt"}}}, "json_schema", A + ".type", "one of"),
@@ -271,6 +280,8 @@ async def test_what_is_served(value: Any, kind: Kind) -> None:
         ("start: start", "grammar", "", "no text matches"),
         ("start: nobody", "grammar", "", "nobody"),
         ("???", "grammar", "", "neither Lark's nor GBNF"),
+        ('{"grammars": [{"json_schema": {}}]}', "grammar", "", "neither Lark's nor GBNF"),
+        ("\n" * 1_000_000, "grammar", "", "bytes"),
         ("x" * MAX_GRAMMAR_BYTES, "regex", "", "bytes"),
     ],
 )
@@ -279,6 +290,31 @@ async def test_what_is_refused(value: Any, kind: Kind, place: str, words: str) -
     error = await refused(value, kind)
     assert error.param == f"field{place}"
     assert words in error.message
+
+
+class Names(list[str]):
+    """Counts how often it is read."""
+
+    num_reads = 0
+
+    def __iter__(self) -> Iterator[str]:
+        self.num_reads += 1
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("keyword", ["type", "required"])
+def test_a_part_that_has_many_names_is_not_read_for_each(keyword: str) -> None:
+    """An escape makes another name of a reference, and a body has room for a million words in a
+    list: what is read counts, not what is visited."""
+    names = Names(["object"] * 10_000)
+    part = {"type": "object", "properties": {"object": False}, keyword: names}
+    escaped = (
+        "".join(pair)
+        for pair in itertools.product(*((one, f"%{ord(one):x}") for one in "abcdefgh"))
+    )
+    refs = {str(idx): {"$ref": f"#/$defs/{name}"} for idx, name in enumerate(escaped)}
+    schema_fault({"type": "object", "$defs": {"abcdefgh": part}, "properties": refs})
+    assert 0 < names.num_reads < 100 < len(refs)
 
 
 A_CALL = {"trigger": "<f>", "begin": "<f>", "schema": {"type": "null"}, "end": "</f>"}
@@ -400,6 +436,20 @@ async def test_a_machine_that_stood_still_is_no_grammars_fault() -> None:
             os.kill(queue._process._child.pid, signal.SIGSTOP)
         assert "too long" in (await refused(PERSON, by=grammars)).message
         assert await grammars.checked(asked(PERSON))
+
+
+CHAIN = "".join(f"r{number} ::= r{number + 1}\n" for number in range(8000))
+
+
+@pytest.mark.slow
+@needs_library
+@pytest.mark.parametrize(
+    "text", ["\n" * 100_000, f'root ::= r0\n{CHAIN}r8000 ::= "a"'], ids=["lines", "rules"]
+)
+async def test_what_is_translated_for_ever_is_ended(text: str) -> None:
+    """Beside the gateway, whose loop would stand still for a minute and more."""
+    with closing(Grammars()) as grammars:
+        assert "too long" in (await refused(text, "grammar", by=grammars)).message
 
 
 @pytest.mark.slow
