@@ -57,10 +57,15 @@ class XmlParser(ToolParser):
     END: ClassVar[str] = "</tool_call>"
 
     _schema: Mapping[str, Any]  # of the call's arguments
+    _known: dict[int, frozenset[str]]  # types by the identity of their schema, which may be large
     _is_open = _is_after_call = False
     _num_values = 0
     _types: frozenset[str] | None = None  # of the value that is on its way
     _sought = 0  # before here it does not end
+
+    def __init__(self, tools: Mapping[str, Any]) -> None:
+        super().__init__(tools)
+        self._known = {}
 
     @property
     def is_within_call(self) -> bool:
@@ -141,7 +146,9 @@ class XmlParser(ToolParser):
         named = self._schema.get("properties")
         parts = cast("dict[str, Any]", named) if isinstance(named, dict) else {}
         wanted = parts.get(key, self._schema.get("additionalProperties"))
-        return frozenset(_types(wanted, self._schema)) or self.OF_UNKNOWN
+        if id(wanted) not in self._known:
+            self._known[id(wanted)] = frozenset(_types(wanted, self._schema)) or self.OF_UNKNOWN
+        return self._known[id(wanted)]
 
 
 class QwenCoderParser(XmlParser):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -385,6 +385,27 @@ def test_values_of_an_odd_schema(family: Any, call: Any, schema: Any) -> None:
     """Of one that says nothing of a value that can be read, and soon."""
     text = call("get_time", ("a", "x"))
     require(lambda: PARSERS[family]({"get_time": schema}), text, "", [("get_time", {"a": "x"})])
+
+
+class Branches(list[Any]):
+    """Counts how often it is read."""
+
+    num_reads = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.num_reads += 1
+        return super().__iter__()
+
+
+@pytest.mark.parametrize(("family", "call"), XML)
+def test_a_schema_of_many_values_is_read_once(family: Any, call: Any) -> None:
+    """A tool has room for ten thousands of branches, and the loop waits while they are read."""
+    branches = Branches([{"type": "string"}])
+    schema = {"additionalProperties": {"anyOf": branches}}
+    text = call("get_time", ("a", "x"), ("b", "7"))
+    said = PARSERS[family]({"get_time": schema}).feed(text)
+    assert json.loads("".join(one.text for one in said)) == {"a": "x", "b": "7"}
+    assert branches.num_reads == 1
 
 
 @pytest.mark.parametrize(("family", "call"), XML)
