@@ -18,6 +18,7 @@ from services.gateway.text.grammars import MAX_CHOICES, Kind, Structure, one_wis
 
 MAX_TAGS = 512
 """Tags of a structure, and triggers: each of the ones is looked for among all of the others."""
+_AT_MOST = fields.rule(maxItems=MAX_TAGS)
 
 JsonSchema = Annotated[
     dict[str, Any] | bool | str, fields.rule("A JSON schema, or its text.", minProperties=0)
@@ -26,9 +27,6 @@ Choices = Annotated[
     list[Annotated[str, fields.rule(minLength=1)]],
     fields.rule("The answer is one of them.", minItems=1, maxItems=MAX_CHOICES),
 ]
-
-
-_AT_MOST = fields.rule(maxItems=MAX_TAGS)
 
 
 class NamedSchema(msgspec.Struct, rename={"schema_": "schema"}):

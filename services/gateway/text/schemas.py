@@ -21,6 +21,9 @@ other."""
 MAX_BASE_CHARS = 512
 """Of what references within a part of a schema are resolved against: each of them holds it."""
 
+MAX_URI_CHARS = 4096
+"""Of a reference that is no pointer: Python keeps the last 128 that it has split."""
+
 _SCALARS = frozenset({"string", "number", "integer", "boolean", "null"})
 _TYPES = _SCALARS | {"object", "array"}
 _FORMATS = frozenset(
@@ -383,9 +386,11 @@ class _Ends:
 
 
 def _joined(base: str, ref: str) -> str:
-    """A reference as it is resolved; one that is no URI names nothing."""
+    """A reference as it is resolved; one that is no URI, or too long a one, names nothing."""
     if ref.startswith("#"):
         return base + ref
+    if len(ref) > MAX_URI_CHARS:
+        return ref
     try:
         return urljoin(base, ref)
     except ValueError:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -315,6 +316,18 @@ def test_a_part_that_has_many_names_is_not_read_for_each(keyword: str) -> None:
     refs = {str(idx): {"$ref": f"#/$defs/{name}"} for idx, name in enumerate(escaped)}
     schema_fault({"type": "object", "$defs": {"abcdefgh": part}, "properties": refs})
     assert 0 < names.num_reads < 100 < len(refs)
+
+
+def test_a_long_reference_is_kept_by_nobody() -> None:
+    """Python keeps what it has split, and a body has room for four million characters."""
+    schema = {"$id": "http://a/", "$ref": "http://a/" + "b" * 1_000_000}
+    schema_fault(schema)  # whatever else is made once
+    tracemalloc.start()
+    for number in range(8):
+        schema_fault(schema | {"$ref": f"{schema['$ref']}{number}"})
+    kept_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept_bytes < 1_000_000
 
 
 A_CALL = {"trigger": "<f>", "begin": "<f>", "schema": {"type": "null"}, "end": "</f>"}
