@@ -34,7 +34,7 @@ async def unless_stalled(
     for, however long it takes.
     """
     loop = asyncio.get_running_loop()
-    before = None  # nobody has looked
+    before: tuple[int, int] | None = None  # nobody has looked
 
     def look() -> None:
         nonlocal before, timer
