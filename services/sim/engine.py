@@ -4,6 +4,7 @@ comes out of it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -78,7 +79,8 @@ class TimedEngine:
     def __init__(self, times: TimeModel) -> None:
         self.times: TimeModel | None = times
         self._times = times
-        self._fits = _fit(times, PROMPT_SHAPES), _fit(times, ANSWER_SHAPES)
+        asked = deepcopy(times)  # no step of the plan, which a model warns of if it goes too far
+        self._fits = _fit(asked, PROMPT_SHAPES), _fit(asked, ANSWER_SHAPES)
 
     def fits(self) -> tuple[StepFit, StepFit]:
         return self._fits

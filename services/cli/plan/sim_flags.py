@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import islice, takewhile
@@ -30,7 +31,7 @@ from services.planner.core.bounds import (
 from services.planner.core.kv_size import read_link
 from services.planner.core.limits import binding_limit
 from services.planner.core.mesh_text import MeshShape, Unit
-from services.planner.mesh_run import MeshRun, MeshSetting, run_mesh
+from services.planner.mesh_run import MeshRun, MeshSetting, UnitModel, run_mesh
 from services.sim.open_loop import SimRequest
 from shared.bounds import OverloadName
 from shared.config import STEP_TOKENS, GatewayConfig
@@ -219,12 +220,16 @@ class SimFlags:
             f"--workload must be {', '.join(WORKLOADS)} or a trace file, not {self.workload!r}"
         )
 
+    def _asked(self, unit: Unit) -> UnitModel:
+        """What closed forms ask: of steps that no run has, so that no warning tells of them."""
+        return deepcopy(self.times.unit(unit))
+
     def bounds(self, units: Sequence[Unit]) -> dict[Unit, WorkerBound]:
         """Return what one worker of each kind can do at most, for ever."""
         lengths = self.lengths(units)
         found: dict[Unit, WorkerBound] = {}
         for unit in units:
-            model = self.times.unit(unit)
+            model = self._asked(unit)
             found[unit] = worker_bound(
                 model.times,
                 model.kv_tokens,
@@ -241,7 +246,7 @@ class SimFlags:
 
     def impossible(self, units: Sequence[Unit]) -> list[str]:
         """Return which limits no number of these workers can keep, and what would be kept."""
-        workers = [(self.times.unit(unit).times, unit.pp) for unit in units]
+        workers = [(self._asked(unit).times, unit.pp) for unit in units]
         budget = self.token_budget or STEP_TOKENS
         least = least_limits(workers, self.lengths(units), self.attainment, budget)
         return unmeetable(self.slo, least, self.attainment)

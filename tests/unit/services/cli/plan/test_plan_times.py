@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from services.cli import main
 from services.cli.plan.times_flags import TimesFlags, read_slo
 from services.planner.core.mesh_text import Unit
 from services.planner.distserve_data import DistServeData
@@ -141,3 +142,16 @@ def test_a_limit_without_a_unit_is_in_seconds() -> None:
     assert read_slo("2", "0.05") == Slo(2.0, 0.05)
     with pytest.raises(InvalidRequest, match="--base must be a number with a unit"):
         TimesFlags(base="20").unit(Unit())
+
+
+def test_only_steps_of_a_run_are_said_to_be_beyond_a_profile(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not those that closed forms ask for, nor those that a worker measures before it joins."""
+    a_profile().write(tmp_path / "profile.json")
+    command = ["plan", "simulate", "1P+1D", "--profile", str(tmp_path / "profile.json")]
+    command += ["--num-requests", "10", "--no-what-if", "--kv-tokens", "20000"]
+    assert main([*command, "--scale-lengths", "0.02"]) == 0
+    assert "extrapolated" not in capsys.readouterr().out
+    assert main([*command, "--scale-lengths", "2"]) == 0
+    assert "times beyond what was profiled" in capsys.readouterr().out
