@@ -126,6 +126,23 @@ def test_attention_does_not_depend_on_who_else_is_in_a_step(engine_of: EngineOf)
         assert [it.logprobs for it in one.results] == [it.logprobs for it in other.results]
 
 
+def test_ranks_keep_what_one_rank_keeps(engine_of: EngineOf) -> None:
+    """Each has tiles of its heads, in a process of its own, which may use AMX's registers as well.
+    Two add otherwise than one, so that numbers are alike to their last bits."""
+    frames: list[torch.Tensor] = []
+    for ranks in (1, 2):
+        engine = engine_of("llama", dtype="bfloat16", ranks=ranks)
+        driver, prompt = Driver(engine), prompts()[-2]
+        sequence = driver.start(prompt, greedy(1))
+        engine.step([sequence.row(1 << 30)])
+        frame = engine.new_buffer(engine.layout.token_bytes * len(prompt))
+        engine.gather(sequence.block_table, 0, len(prompt), 0, engine.layout.num_layers, frame)
+        driver.finish(sequence)
+        frames.append(torch.from_numpy(frame).view(torch.bfloat16).float())
+    assert frames[0].std() > 0.5
+    assert (frames[0] - frames[1]).abs().max() < 0.3
+
+
 @pytest.mark.skipif(not HAS_AMX, reason="this CPU has no AMX")
 @pytest.mark.parametrize("kept", ["auto", "fp8_e4m3"])
 def test_kv_with_amx_is_read_without_and_the_reverse(
