@@ -91,12 +91,13 @@ def _within(value: Number, low: Number, high: Number, param: str) -> Number:
     return value
 
 
-def _is_duration(seconds: float) -> bool:
+def is_duration(seconds: float) -> bool:
+    """Whether anything can take so long: what adds up such times never overflows."""
     return 0 <= seconds < 1e9  # NaN fails any comparison
 
 
 def _seconds(value: float, param: str) -> float:
-    if not _is_duration(value):
+    if not is_duration(value):
         raise RemoteProtocolError(f"{param} must be a finite number of seconds >= 0", param=param)
     return value
 
@@ -440,7 +441,7 @@ def drop_impossible_times(
 ) -> list[str]:
     """Set those durations of a worker's event to 0 that cannot be (negative, not finite), as if it
     had not told them; return their names."""
-    names = [name for name in DURATIONS[type(event)] if not _is_duration(getattr(event, name))]
+    names = [name for name in DURATIONS[type(event)] if not is_duration(getattr(event, name))]
     for name in names:
         setattr(event, name, 0.0)
     return names

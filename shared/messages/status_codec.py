@@ -9,7 +9,7 @@ from typing import Any
 from shared import wire
 from shared.home import Role
 from shared.ids import Incarnation, StreamId
-from shared.messages.codec import ROLES, fields_of, role_to_wire
+from shared.messages.codec import ROLES, fields_of, is_duration, role_to_wire
 from shared.messages.columns import pack_f32, pack_u64, unpack_f32, unpack_u64
 from shared.predict.step_time import NO_FIT, StepFit
 from shared.worker_status import WorkerStatus
@@ -25,8 +25,8 @@ _SAME = (
 )
 """What a report and its wire form call and hold alike."""
 
-_AMOUNTS = ("queue_s", "step_s", "dram_token_s", "ssd_token_s")
-"""Likewise, but not believed unless it is an amount."""
+_TIMES = ("queue_s", "step_s", "dram_token_s", "ssd_token_s")
+"""Likewise, but not believed unless something can take so long."""
 
 
 def status_to_wire(status: WorkerStatus, seen: Mapping[Role, StreamId]) -> wire.WorkerStatus:
@@ -35,7 +35,7 @@ def status_to_wire(status: WorkerStatus, seen: Mapping[Role, StreamId]) -> wire.
     # The same bytes as long as the same pairs are there: who reads them need not look again.
     paired = sorted(status.paired)
     return wire.WorkerStatus(
-        **fields_of(status, (*_SAME, *_AMOUNTS)),
+        **fields_of(status, (*_SAME, *_TIMES)),
         draining=status.is_draining,
         paired=pack_u64(paired),
         pair_speeds=pack_f32([status.speeds.get(it, 0.0) for it in paired]),
@@ -66,10 +66,13 @@ class StatusReader:
             if status.paired != self._columns[0]:
                 self._paired = frozenset(paired)
             self._columns = columns
-        amounts: dict[str, Any] = {name: _amount(getattr(status, name)) for name in _AMOUNTS}
+        times: dict[str, Any] = {
+            name: value if is_duration(value) else 0.0
+            for name, value in fields_of(status, _TIMES).items()
+        }
         return WorkerStatus(
             **fields_of(status, _SAME),
-            **amounts,
+            **times,
             is_draining=status.draining,
             paired=self._paired,
             home=ROLES.get(status.home),
@@ -96,7 +99,7 @@ def _fit_from_wire(fit: wire.StepFit | None) -> StepFit:
     if fit is None:
         return NO_FIT
     coefficients = fit.constant_s, fit.token_s, fit.attended_s
-    if not all(0.0 <= value < math.inf for value in coefficients):
+    if not all(map(is_duration, coefficients)):
         return NO_FIT
     errors = _amount(fit.error_p50), _amount(fit.error_p90)
     ratio, largest = _amount(fit.mean_ratio) or 1.0, (fit.most_tokens, fit.most_attended)

@@ -32,6 +32,7 @@ NUM_BINS = 600
 """Histogram bins: from 1e-6 up to 1.6e4, each 4 % wider than the one before."""
 
 _LOG_WIDTH = math.log(_BIN_WIDTH)
+_MOST = _LEAST * _BIN_WIDTH ** (NUM_BINS - 0.5)
 
 
 class Histogram:
@@ -45,8 +46,7 @@ class Histogram:
 
     def add(self, value: float, times: int = 1) -> None:
         """Count a value, ``times`` over."""
-        number = int(math.log(value / _LEAST) / _LOG_WIDTH) if value > _LEAST else 0
-        number = min(number, NUM_BINS - 1)
+        number = int(math.log(min(value, _MOST) / _LEAST) / _LOG_WIDTH) if value > _LEAST else 0
         self._bins[number] = self._bins.get(number, 0) + times
         self.count += times
 

@@ -326,7 +326,8 @@ class Timeline:
             transfer_bytes=num_bytes,
             transfer_s=transfer_s,
             transfer_exposed_s=exposed_s,
-            gb_per_s=num_bytes / transfer_s / 1e9 if transfer_s > 0 else 0.0,
+            # None takes less than a nanosecond: what is told of one must end nothing here.
+            gb_per_s=num_bytes / max(transfer_s, 1e-9) / 1e9 if transfer_s > 0 else 0.0,
             lane=lane,
             mode=mode,
         )

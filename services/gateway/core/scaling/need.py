@@ -55,9 +55,8 @@ class PromptLoad(NamedTuple):
     @classmethod
     def of(cls, traffic: Traffic, rate: float) -> PromptLoad:
         """Return the load of traffic at another rate."""
-        mean_s = traffic.prompt_s
-        variance = max(0.0, traffic.prompt_square_s - mean_s * mean_s)
-        spread = variance / (mean_s * mean_s) if mean_s else 0.0
+        mean_s, square = traffic.prompt_s, traffic.prompt_s * traffic.prompt_s
+        spread = max(0.0, traffic.prompt_square_s - square) / square if square else 0.0
         return cls(rate * mean_s, mean_s, spread, traffic.prompts_s)
 
     def late_share(self, num_workers: float, ttft_s: float) -> float:
