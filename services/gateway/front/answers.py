@@ -249,12 +249,6 @@ class _OneAnswer(Answers):
     def write_to(self, sink: DeltaSink) -> None:
         self._sink = sink
 
-    @property
-    def usage(self) -> TokenCounts:
-        choice = self._choice
-        cached_tokens = 0 if choice.generation is None else choice.generation.cached_tokens
-        return TokenCounts(len(choice.request.token_ids), choice.num_tokens, cached_tokens)
-
     def hold(self) -> None:
         if not self._choice.text.has_stop:
             self._fewest = HELD_TOKENS

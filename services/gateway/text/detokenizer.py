@@ -111,11 +111,7 @@ class ByteDetokenizer:
 
 
 class StreamDetokenizer:
-    """Decodes one answer of any tokenizer likewise, by the library's stream.
-
-    prompt_tail: the prompt's last tokens, when the answer continues its text. If they end inside a
-    character the answer finishes it.
-    """
+    """Decodes one answer of any tokenizer likewise, by the library's stream."""
 
     def __init__(
         self, tokenizer: Tokenizer, *, skip_special: bool = True, prompt_tail: Sequence[int] = ()
