@@ -13,7 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from shared import wire
-from shared.errors import MeshError, RemoteProtocolError, TooLarge, WorkerLost
+from shared.errors import (
+    MeshError,
+    RemoteProtocolError,
+    TooLarge,
+    WorkerLost,
+    without_frames,
+)
 from shared.home import Role
 from shared.ids import Incarnation, StreamId
 from shared.messages import codec
@@ -72,7 +78,8 @@ class Door(GatewaySessions):
                 _require_sendable(checked.item)
             request = self.requests.take(task, checked, asked)
         except MeshError as error:
-            asked.failed(stream_id, error)
+            # What refuses the prompt's open keeps it, maybe for long; its frames keep the order.
+            asked.failed(stream_id, without_frames(error))
             return
         if request is not None:
             asked.requests[stream_id] = request

@@ -18,18 +18,19 @@ from services.gateway.http.sse import EventStream
 from services.gateway.mesh import GenerationRequest, Tokens
 from services.gateway.workers.session import RequestShell
 from shared.engine.fake import FakeTiming
-from shared.errors import WorkerLost
+from shared.errors import Overloaded, WorkerLost
 from shared.http2.connection import GuardedConnection, GuardedProtocol, GuardedStream
 from shared.rpc.methods import GENERATE
 from shared.rpc.service import ServerStream
 from shared.rpc.stream import ClientStream, open_stream
+from shared.transfer.orders import Order
 from tests.support.garbage import left_by
 from tests.support.http_client import memory_link
 from tests.support.memory_http import MemoryLink
 from tests.support.scripted_mesh import Script, ScriptedMesh, failing_after, saying
 from tests.support.virtual_loop import virtual_time
 from tests.support.whole_mesh import WholeMesh, whole_mesh
-from tests.support.worker_mesh import a_prompt
+from tests.support.worker_mesh import a_prompt, worker_mesh
 
 OF_HTTP = (Connection, HttpRequest, EventStream, Choice)
 OF_GRPC = (GuardedProtocol, GuardedConnection, GuardedStream, ServerStream, ClientStream)
@@ -179,6 +180,23 @@ async def test_a_call_leaves_nothing(ending: Ending) -> None:
     """Nor does its connection, at either end."""
     async with whole_mesh() as mesh:
         assert not await left_by(lambda: ending(mesh, []), (*OF_GRPC, *OF_A_REQUEST), settle_s=5.0)
+
+
+@virtual_time
+async def test_a_reservation_that_is_refused_leaves_nothing() -> None:
+    """What refuses its transfer's open, should one come, keeps no order, whose prompt may be long."""
+    settings = {"max_requests": 1}
+    async with worker_mesh(decode=settings, timing=FakeTiming(base_s=0.5)) as mesh:
+        running = mesh.start(a_prompt(30), 200)
+        await running.until(lambda it: it.joined)
+
+        async def ending() -> None:
+            request = mesh.start(a_prompt(30, seed=2), legs="d")
+            await mesh.gateway.until(lambda: request.errors)
+            assert isinstance(request.errors[0], Overloaded)
+
+        assert not await left_by(ending, (Order,))
+        running.cancel()
 
 
 async def worker_killed(mesh: WholeMesh, kept: list[Any]) -> None:
