@@ -175,7 +175,7 @@ class Prefill:
             block_table=lambda: self._table,
         )
         self._pusher.mode = TransferMode(mode)
-        handle.span(0, self._num_tokens, compute_s=self.compute_s)
+        self._pusher.step_planned([(handle, 0, self._num_tokens)], self.compute_s)
         await self._compute.begin([], (), handle.layers_ready).results()
         handle.commit(1)
         stats = await handle.wait()

@@ -41,8 +41,7 @@ class BlockTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolStatistics:
-    """``num_blocks = num_free + num_idle + num_held``; what a newcomer may get is
-    ``num_available``."""
+    """``num_blocks = num_free + num_idle + num_held``."""
 
     num_blocks: int
     num_free: int
@@ -50,13 +49,7 @@ class PoolStatistics:
     num_held: int
     num_cached: int
     num_claimed: int
-    num_acquired_tokens: int
     num_hit_tokens: int
-
-    @property
-    def num_available(self) -> int:
-        """Blocks that can be handed out now: free ones and evictable ones."""
-        return self.num_free + self.num_idle
 
 
 class BlockPool:
@@ -84,7 +77,6 @@ class BlockPool:
         self._model_key = model_key
         self._cache_prefixes = cache_prefixes
         self._num_claimed = self._num_yielded = 0
-        self._num_acquired_tokens = 0
         self._num_hit_tokens = 0
 
     # --- what there is ---------------------------------------------------------------------------
@@ -187,7 +179,6 @@ class BlockPool:
         # yet.
         table = self._hold(hits)
         table.blocks.extend(self._take(num_new))
-        self._num_acquired_tokens += len(tokens)
         self._num_hit_tokens += table.num_hit_tokens
         return table
 
@@ -282,7 +273,6 @@ class BlockPool:
             num_held=self._allocator.num_held,
             num_cached=len(self._cache),
             num_claimed=self._num_claimed,
-            num_acquired_tokens=self._num_acquired_tokens,
             num_hit_tokens=self._num_hit_tokens,
         )
 

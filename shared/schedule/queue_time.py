@@ -7,31 +7,23 @@ those that wait will find in the prefix cache beyond what was there when they ca
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable
 
 from shared.predict.step_time import PredictStep, attended
 from shared.schedule.budget import StepBudget
-from shared.schedule.sequence import Sequence as TokenSequence
-from shared.schedule.sequence import SequenceState
+from shared.schedule.sequence import Sequence, SequenceState
 
 MAX_STEPS = 256
 """Steps that are followed one by one; what is left is taken to go on at the same speed."""
 
 
-class Backlog(NamedTuple):
-    """What is left to compute. prompts: of each the tokens [start, stop) without KV, in order of
-    arrival. num_decodes, num_attended: running answers, whose next tokens are in every step, and
-    what those attend to."""
-
-    prompts: Sequence[tuple[int, int]]
-    num_decodes: int = 0
-    num_attended: int = 0
-
-
-def backlog_of(sequences: Iterable[TokenSequence]) -> Backlog:
-    """Return what these sequences of a scheduler have left."""
-    prompts: list[tuple[int, int]] = []
+def queue_left_s(
+    sequences: Iterable[Sequence], budget: StepBudget, predict: PredictStep, done_s: float
+) -> float:
+    """Return the seconds until every prompt of these, a scheduler's in order of arrival, is
+    computed; answers that run have their next token in every step. done_s: of the running step, if
+    it has prompts, what has passed, and not more than it is predicted to take."""
+    waiting: deque[tuple[int, int]] = deque()  # of each prompt the tokens [start, stop) without KV
     num_decodes = num_attended = 0
     for sequence in sequences:
         if sequence.is_decoding:
@@ -40,23 +32,17 @@ def backlog_of(sequences: Iterable[TokenSequence]) -> Backlog:
         else:
             waits = sequence.state is SequenceState.WAITING
             start = sequence.num_expected_tokens if waits else sequence.num_computed_tokens
-            prompts.append((start, sequence.num_tokens))
-    return Backlog(prompts, num_decodes, num_attended)
-
-
-def queue_seconds(backlog: Backlog, budget: StepBudget, predict: PredictStep) -> float:
-    """Return the seconds until all these prompts are computed."""
-    waiting = deque(backlog.prompts)
+            waiting.append((start, sequence.num_tokens))
     num_done, num_steps, seconds = 0, 0, 0.0
     while waiting and num_steps < MAX_STEPS:
-        tokens, positions = backlog.num_decodes, backlog.num_attended
+        tokens, positions = num_decodes, num_attended
         begun: list[tuple[int, int]] = []  # each prompt has one chunk in a step
         while waiting:
             start, stop = waiting[0]
             room = budget.room(tokens, positions, start)
             # A step's first prompt is never refused, as ``Draft.room`` has it.
-            if tokens == backlog.num_decodes:
-                room = max(room, budget.least(backlog.num_decodes), 1)
+            if tokens == num_decodes:
+                room = max(room, budget.least(num_decodes), 1)
             if room <= 0:
                 break
             size = min(room, stop - start)
@@ -65,18 +51,7 @@ def queue_seconds(backlog: Backlog, budget: StepBudget, predict: PredictStep) ->
             if start + size < stop:
                 begun.append((start + size, stop))
         waiting.extendleft(reversed(begun))
-        num_done += tokens - backlog.num_decodes
+        num_done += tokens - num_decodes
         num_steps, seconds = num_steps + 1, seconds + predict(tokens, positions)
     num_left = sum(stop - start for start, stop in waiting)
-    return seconds * (num_done + num_left) / max(1, num_done)
-
-
-def queue_left_s(
-    sequences: Iterable[TokenSequence], budget: StepBudget, predict: PredictStep, done_s: float
-) -> float:
-    """Return the seconds until every prompt that is here is computed. done_s: of the running step,
-    if it has prompts, what has passed, and not more than it is predicted to take."""
-    backlog = backlog_of(sequences)
-    if not backlog.prompts:
-        return 0.0
-    return max(0.0, queue_seconds(backlog, budget, predict) - done_s)
+    return max(0.0, seconds * (num_done + num_left) / max(1, num_done) - done_s)

@@ -63,15 +63,12 @@ class OpenWaiting(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiverStatistics:
-    """num_settling: transfers that ended badly and whose slots and blocks may still be written.
-    num_late: messages about transfers that had ended."""
+    """num_settling: transfers that ended badly and whose slots and blocks may still be written."""
 
     num_waiting: int
     num_live: int
     num_settling: int
     num_free_slots: int
-    num_quarantined_slots: int
-    num_late: int
 
 
 class TagRanges:
@@ -116,7 +113,6 @@ class Receivers:
         self._by_id: dict[tuple[LinkId, TransferId], Receiver] = {}
         self._queue: OrderedDict[TransferKey, Receiver] = OrderedDict()
         self._effects: list[ReceiverEffect] = []
-        self._num_late = 0
         self.next_tick_at: float | None = None
         """No deadline passes before this; None = there is none. May be earlier than needed."""
 
@@ -222,7 +218,6 @@ class Receivers:
             return self._take(now)
         receiver = self._by_id.get((link, message.transfer_id))
         if receiver is None:
-            self._num_late += 1
             return []
         try:
             match message:
@@ -315,8 +310,6 @@ class Receivers:
             num_live=len(self._receivers) - len(settling),
             num_settling=len(settling),
             num_free_slots=len(self._free_slots),
-            num_quarantined_slots=sum(len(r.posted_slots) + len(r.placing_slots) for r in settling),
-            num_late=self._num_late,
         )
 
     def check_integrity(self) -> None:
@@ -337,8 +330,8 @@ class Receivers:
     def _opened(self, link: LinkId, key: TransferKey, now: float) -> None:
         known = self._waiting.get(key) or self._receivers.get(key)
         if link not in self._links or (known is not None and known.link == link):
-            self._num_late += 1
-        elif known is not None:
+            return  # late, or said twice
+        if known is not None:
             error = RemoteProtocolError("another pair opened this transfer", code="opened_twice")
             self._effects.append(SendReply(link, Refused(key, error)))
         elif (ended := self._ended.pop(key, None)) is not None:

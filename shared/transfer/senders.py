@@ -37,11 +37,10 @@ from shared.transfer.sender import Sender
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SenderStatistics:
-    """num_late: messages about transfers that had ended here; they crossed something on the way."""
+    """Counts for metrics and tests."""
 
     num_transfers: int
     num_free_slots: int
-    num_late: int
 
 
 class Senders:
@@ -64,7 +63,6 @@ class Senders:
         self._by_id: dict[tuple[LinkId, TransferId], Sender] = {}
         self._queue: OrderedDict[TransferKey, Sender] = OrderedDict()
         self._effects: list[SenderEffect] = []
-        self._num_late = 0
         self.next_tick_at: float | None = None
         """No deadline passes before this; None = there is none. May be earlier than needed."""
 
@@ -160,7 +158,6 @@ class Senders:
             case Credit(transfer_id=id_) | Ack(transfer_id=id_) | StopSending(transfer_id=id_):
                 sender = self._by_id.get((link, id_))
         if sender is None or sender.link != link:
-            self._num_late += 1
             return []
         try:
             match message:
@@ -237,7 +234,6 @@ class Senders:
         return SenderStatistics(
             num_transfers=len(self._senders),
             num_free_slots=len(self._free_slots),
-            num_late=self._num_late,
         )
 
     def check_integrity(self) -> None:

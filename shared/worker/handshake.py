@@ -32,7 +32,8 @@ from shared.runtime.loops import loop_time
 from shared.transfer.frames import HEADER_BYTES
 from shared.transport.base import Outcome, Transport
 from shared.transport.pairing import CANARY_BYTES, FIRST_CANARY_BYTES, HANDSHAKE_S, PairRules
-from shared.worker.link import LinkSink, PairLink
+from shared.worker.link import PairLink
+from shared.worker.receiver import KvReceiver
 
 NUM_CANARIES = 4
 """Of 64 KiB, 512 KiB and twice 4 MiB where they cross quickly; the first ones pay for wiring up."""
@@ -113,7 +114,7 @@ class Handshake:
         await stream.send(wire.PairMessage(windows_mapped=mapped))
 
     async def try_in(
-        self, stream: Stream, link: PairLink, sink: LinkSink, patience: asyncio.Timeout
+        self, stream: Stream, link: PairLink, sink: KvReceiver, patience: asyncio.Timeout
     ) -> None:
         """As the sink: receive a few test frames and say whether their bytes were right, then offer
         windows. patience, and raises: as ``try_out``."""

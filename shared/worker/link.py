@@ -1,13 +1,14 @@
 """A pair as those who use it see it: one stream and one endpoint, over which KV may flow both ways.
 
 Who makes pairs is ``pairs.py``; what flows over one is the pusher's (out) and the receiver's (in).
+Both hear of it by ``link_up``, ``link_message`` and ``link_lost``, and return at once. After the
+last nothing more arrives: the endpoint is closed next, and its operations settle.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Protocol, TypeVar
 
 from shared import wire
 from shared.errors import MeshError, TransferFailed
@@ -15,13 +16,10 @@ from shared.ids import Incarnation
 from shared.messages.transfer_codec import PairTerms, message_to_wire, windows_to_wire
 from shared.rpc.heartbeat_stream import HeartbeatStream
 from shared.transfer.messages import LinkId, Pull, SinkMessage, SourceMessage, WindowOffer
-from shared.transfer.receivers import TagRanges
 from shared.transport.base import Endpoint
 from shared.worker.windows import PeerWindows
 
 PairStream = HeartbeatStream[wire.PairMessage, wire.PairMessage]
-
-Heard = TypeVar("Heard", contravariant=True)
 
 
 class PairLink:
@@ -68,7 +66,7 @@ class PairLink:
             self.control.send(windows_to_wire(windows), at_once=False)
 
     def close(self, reason: str) -> None:
-        """Declare the link lost; ``LinkUser.link_lost`` follows."""
+        """Declare the link lost; ``link_lost`` of its users follows."""
         self.lose(TransferFailed(reason))
 
     def lose(self, error: MeshError) -> None:
@@ -76,39 +74,3 @@ class PairLink:
         self.lost = self.lost or error
         if self.control is not None:
             self.control.close(error)
-
-
-class LinkUser(Protocol[Heard]):
-    """Who uses links: the pusher those that go out, the receiver those that come in. All calls come
-    on the loop and return at once."""
-
-    def link_up(self, link: PairLink) -> None: ...
-
-    def link_message(self, link: PairLink, message: Heard) -> None: ...
-
-    def link_lost(self, link: PairLink, error: MeshError) -> None:
-        """Nothing more arrives. The endpoint is closed next, and its operations settle."""
-        ...
-
-    def is_using(self, link: PairLink) -> bool:
-        """Whether it has a transfer on this link, or is about to have one."""
-        ...
-
-
-class LinkSource(LinkUser[SinkMessage | Pull], Protocol):
-    """Who pushes KV."""
-
-    def num_on(self, link: PairLink) -> int:
-        """Transfers that share this link's bandwidth now."""
-        ...
-
-
-class LinkSink(LinkUser[SourceMessage], Protocol):
-    """Who takes KV in. tags: canaries take theirs from where its transfers do."""
-
-    tags: TagRanges
-
-    @property
-    def windows(self) -> tuple[list[WindowOffer], object]:
-        """Staging that a source may write, as it is now; and what keeps it so while held."""
-        ...

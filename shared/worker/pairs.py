@@ -44,7 +44,9 @@ from shared.transport.base import Endpoint, Transport
 from shared.transport.pairing import HANDSHAKE_S, PairRules, close_endpoint, is_refusal
 from shared.worker.core.pairs import Dial, Effect, LetGo, Pairs, StopDial
 from shared.worker.handshake import Handshake, Stream
-from shared.worker.link import LinkSink, LinkSource, PairLink
+from shared.worker.link import PairLink
+from shared.worker.pusher import Pusher
+from shared.worker.receiver import KvReceiver
 
 _log = structlog.get_logger(__name__)
 
@@ -60,7 +62,7 @@ class PairTable:
     """All pairs of this worker. ``run`` owns every task.
 
     source, sink: who uses the two ways; None = KV does not flow that way. max_warm: see ``Pairs``.
-    on_change: called on the loop whenever ``paired`` or ``not_ready_reason`` has changed.
+    on_change: called on the loop whenever who is paired or ``not_ready_reason`` has changed.
     """
 
     def __init__(
@@ -72,8 +74,8 @@ class PairTable:
         transport: Transport,
         network: Network,
         random_bytes: RandomBytes,
-        source: LinkSource | None = None,
-        sink: LinkSink | None = None,
+        source: Pusher | None = None,
+        sink: KvReceiver | None = None,
         max_warm: int = MAX_WARM,
         on_change: Callable[[], None] = lambda: None,
         group_bytes: int = DEFAULT_MAX_FRAME_BYTES,
@@ -129,14 +131,9 @@ class PairTable:
         self._effects.perform(self._core.asked(peer, loop_time()))
 
     @property
-    def paired(self) -> tuple[Incarnation, ...]:
-        """Whom this worker may push to, ascending."""
-        return tuple(self.speeds)
-
-    @property
     def speeds(self) -> dict[Incarnation, float]:
-        """The same, with the bytes a second of one more push to each: what canaries and pushes have
-        measured, shared with those that are on their way."""
+        """Whom this worker may push to, ascending, and the bytes a second of one more push to each:
+        what canaries and pushes have measured, shared with those that are on their way."""
         num_on = (lambda _: 0) if self._source is None else self._source.num_on
         return {
             peer: link.bytes_per_s / (1 + num_on(link))
@@ -327,8 +324,8 @@ class PairTable:
         if self._effects.tasks is None:
             raise ShuttingDown("this worker is not running")
 
-    def _users(self, link: PairLink) -> list[LinkSource | LinkSink]:
-        users: list[LinkSource | LinkSink] = []
+    def _users(self, link: PairLink) -> list[Pusher | KvReceiver]:
+        users: list[Pusher | KvReceiver] = []
         if self._source is not None and link.goes_out:
             users.append(self._source)
         if self._sink is not None and link.comes_in:

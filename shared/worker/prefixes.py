@@ -163,7 +163,7 @@ class PrefixSource:
         self._tables[handle] = table
         handle.when_ended(self._ended)
         if table.num_hit_tokens:
-            handle.span(0, table.num_hit_tokens, is_cached=True)
+            handle.cached(table.num_hit_tokens)
             # No token follows a prefix: the sink looks at none.
             handle.commit(0)
         else:

@@ -1,8 +1,8 @@
 """Pushes KV of finished layers to sinks: drives the sender cores, gathers, and sends.
 
     handle = pusher.begin(key, sink, num_tokens=n, block_table=lambda: table)
-    handle.span(0, hit, is_cached=True)      # what the own prefix cache already holds
-    handle.span(hit, hit + chunk)            # before each step
+    handle.cached(hit)                       # what the own prefix cache already holds
+    pusher.step_planned([(handle, hit, hit + chunk)], compute_s)   # before each step
     handle.layers_ready(i)                   # OnLayersDone of that step
     handle.span_computed()                   # when that step is committed
     handle.commit(first_token)               # once, when the prompt's last chunk has sampled
@@ -108,23 +108,11 @@ class PushHandle:
         self._cached_stop = 0
         self._modes_sent: set[PushMode] = set()
 
-    def span(
-        self, start: int, stop: int, *, is_cached: bool = False, compute_s: float = 0.0
-    ) -> None:
-        """Announce tokens [start, stop), which the next step computes.
-
-        Spans must join: each starts where the last one stopped, the first at 0; and the step of
-        the last one must be over (``span_computed``).
-
-        is_cached: their KV is in the pool already, in all layers, and may leave at once in any
-        mode. compute_s: see ``Pusher.step_planned``, which is for several spans of one step.
-        Raises LocalProtocolError: the span does not join the last one, or leaves the prompt.
-        """
-        if is_cached:
-            self._cached_stop = stop
-            self._span_planned(start, stop, PushMode.LAYERWISE, is_cached=True)
-        else:
-            self._pusher.step_planned([(self, start, stop)], compute_s)
+    def cached(self, stop: int) -> None:
+        """Announce tokens [0, stop), the first there are: their KV is in the pool already, in all
+        layers, and may leave at once in any mode."""
+        self._cached_stop = stop
+        self._span_planned(0, stop, PushMode.LAYERWISE, is_cached=True)
 
     def computing(self, start: int, stop: int, mode: PushMode) -> None:
         """Announce a span that the next step computes; the pusher calls this."""
@@ -237,7 +225,7 @@ PlannedSpan = tuple[PushHandle, int, int]
 
 
 class Pusher:
-    """All transfers of this source; the ``LinkUser`` of its ``PairTable``.
+    """All transfers of this source; its ``PairTable`` tells it of links that go out.
 
     One per process. ``run`` owns every task and must be running before the first link is up. core,
     perform: for its handles, which tell the core what the step loop tells them. on_pull: a sink
@@ -316,11 +304,14 @@ class Pusher:
         self.perform(self.core.give_way(num_tokens, error, loop_time()))
 
     def step_planned(self, spans: Sequence[PlannedSpan], compute_s: float) -> None:
-        """Announce what one step computes of each of these transfers (``PushHandle.span``).
+        """Announce what the next step computes of each of these transfers.
 
+        Spans of a transfer must join: each starts where the last one stopped, the first at 0; and
+        the step of the last one must be over (``span_computed``).
         compute_s: predicted duration of the step, 0 = unknown; on ``auto`` it decides between
         layer-wise and serialized (plan.py), for all spans that share a link: what counts is how
         much of the step really goes over it.
+        Raises LocalProtocolError: a span does not join the last one, or leaves the prompt.
         """
         frames: dict[LinkId, list[Frame]] = {}
         for handle, start, stop in spans:
@@ -341,7 +332,7 @@ class Pusher:
             )
             handle.computing(start, stop, mode)
 
-    # --- events of the links (LinkUser) ---
+    # --- events of the links ---
 
     def link_up(self, link: PairLink) -> None:
         self._links[link.id] = link
@@ -357,6 +348,7 @@ class Pusher:
         return self.core.is_using(link.id)
 
     def num_on(self, link: PairLink) -> int:
+        """Transfers that share this link's bandwidth now."""
         return self.core.num_on(link.id)
 
     def link_lost(self, link: PairLink, error: MeshError) -> None:

@@ -114,8 +114,8 @@ class LeaseBook(Protocol):
 
 
 class KvReceiver:
-    """All transfers into this sink; the ``LinkSink`` of its ``PairTable``. One per process; ``run``
-    owns every task."""
+    """All transfers into this sink; its ``PairTable`` tells it of links that come in. One per
+    process; ``run`` owns every task. tags: canaries take theirs from where transfers do."""
 
     def __init__(
         self,
@@ -186,10 +186,11 @@ class KvReceiver:
         lanes = (link.lane_in for link in self._links.values() if link.peer == source)
         return next(lanes, "")
 
-    # --- events of the pairs (LinkSink) -----------------------------------------------------
+    # --- events of the links ------------------------------------------------------------------
 
     @property
     def windows(self) -> tuple[list[WindowOffer], object]:
+        """Staging that a source may write, as it is now; and what keeps it so while held."""
         return self._slots.offers, self._slots.memory
 
     def link_up(self, link: PairLink) -> None:
@@ -204,7 +205,6 @@ class KvReceiver:
         return self.core.is_using(link.id)
 
     def link_lost(self, link: PairLink, error: MeshError) -> None:
-        """A pair is gone; its endpoint is closed next, which settles what is posted."""
         del self._links[link.id]
         self._effects.perform(self.core.link_lost(link.id, error, loop_time()))
 

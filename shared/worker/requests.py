@@ -48,12 +48,13 @@ from shared.worker.core.life import (
     Task,
 )
 from shared.worker.grammar_waits import wait_for_grammar
+from shared.worker.prefixes import PrefixFetches
 from shared.worker.pusher import PlannedSpan, Pusher, PushHandle
 from shared.worker.receiver import KvReceiver
 from shared.worker.request import AskingGateway, Request
 from shared.worker.reservations import Reservations
 from shared.worker.stepper import Stepper
-from shared.worker.tier_moves import PrefixWays
+from shared.worker.tier_moves import TierMoves
 
 _log = structlog.get_logger(__name__)
 
@@ -115,7 +116,7 @@ class Requests:
         *,
         pusher: Pusher | None = None,
         receiver: KvReceiver | None = None,
-        prefixes: PrefixWays | None = None,
+        prefixes: PrefixFetches | TierMoves | None = None,
         step_seconds: Callable[[StepPlan], float] = lambda _: 0.0,
         tracer: Tracer = NO_TRACER,
     ) -> None:
@@ -406,7 +407,7 @@ class Requests:
             if request.push is None:
                 continue
             if 0 < row.start == sequence.num_cached_tokens:
-                request.push.span(0, row.start, is_cached=True)
+                request.push.cached(row.start)
             spans.append((request.push, row.start, row.stop))
         self._pusher.step_planned(spans, self._step_seconds(plan))
         return [push for push, _, _ in spans]

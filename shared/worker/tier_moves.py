@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import structlog
 
@@ -26,21 +26,10 @@ from shared.schedule.scheduler import Scheduler
 from shared.telemetry.worker import WorkerMetrics
 from shared.worker.arenas import Arena
 from shared.worker.core.lower_tiers import LowerTiers, TierLevel, TierLoad, TierStore
+from shared.worker.prefixes import PrefixFetches
 from shared.worker.request import Request
 
 _log = structlog.get_logger(__name__)
-
-
-class PrefixWays(Protocol):
-    """How a prompt gets KV that the pool does not have."""
-
-    def begin(self, prompt: Request) -> None:
-        """A prompt was queued: bring what it begins with, if that is worth while."""
-        ...
-
-    def leave(self, prompt: Request) -> None:
-        """A prompt has ended."""
-        ...
 
 
 class _Level(TierLevel):
@@ -67,7 +56,7 @@ _Load = TierLoad[_Level, Request]
 
 
 class TierMoves:
-    """What lies below one worker's pool; the first of its ``PrefixWays``.
+    """What lies below one worker's pool; asked first for what a prompt begins with.
 
     arenas: the fastest first. others: asked for what is not here. predict: a step's seconds, 0 =
     unknown. on_blocks: some came free. on_end: a prompt waits no longer.
@@ -83,7 +72,7 @@ class TierMoves:
         journal: Journal,
         metrics: WorkerMetrics,
         predict: PredictStep,
-        others: PrefixWays | None,
+        others: PrefixFetches | None,
         on_blocks: Callable[[], None],
         on_end: Callable[[], None],
     ) -> None:
@@ -162,6 +151,7 @@ class TierMoves:
     # --- up --------------------------------------------------------------------------------------
 
     def begin(self, prompt: Request) -> None:
+        """A prompt was queued: bring what it begins with, if that is worth while."""
         waits = False
         if self._tasks is not None:
             waits, load = self._core.begin(prompt, loop_time())
@@ -172,7 +162,7 @@ class TierMoves:
             self._others.begin(prompt)
 
     def leave(self, prompt: Request) -> None:
-        """See ``PrefixWays``. A load that has begun goes on: somebody may want it again."""
+        """A prompt has ended. A load that has begun goes on: somebody may want it again."""
         if self._others is not None:
             self._others.leave(prompt)
 

@@ -47,7 +47,7 @@ from shared.worker.receiver import KvReceiver
 from shared.worker.requests import Requests
 from shared.worker.step_times import ProfileRange, StepTimes
 from shared.worker.stepper import Stepper
-from shared.worker.tier_moves import PrefixWays, TierMoves
+from shared.worker.tier_moves import TierMoves
 from shared.worker_status import WorkerStatus
 
 _log = structlog.get_logger(__name__)
@@ -246,7 +246,7 @@ class MeshWorker:
             )
         if self.launch.receives:
             self._open_door(AnswerDoor)
-        prefixes: PrefixWays | None = self._share_prefixes() if shares else None
+        prefixes: PrefixFetches | TierMoves | None = self._share_prefixes() if shares else None
         has_tiers = config.dram_cache or config.ssd_cache is not None
         if has_tiers and (self.launch.pushes or self.launch.is_mixed):  # it has prompts
             prefixes = self.tiers = self._open_tiers(compute, prefixes)
@@ -285,7 +285,7 @@ class MeshWorker:
             self.stepper.changed,
         )
 
-    def _open_tiers(self, compute: ComputeRunner, others: PrefixWays | None) -> TierMoves:
+    def _open_tiers(self, compute: ComputeRunner, others: PrefixFetches | None) -> TierMoves:
         config, engine = self._config, self._engine
         arenas: list[Arena] = []
         if config.dram_cache:

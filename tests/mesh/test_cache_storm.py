@@ -166,7 +166,7 @@ class Storm:
         living = self.mesh.workers
         sinks = [it.incarnation for it in living if it.host.startswith("decode")]
         return all(
-            sink in source.worker.pairs.paired
+            sink in source.worker.pairs.speeds
             for source in living
             if source.host.startswith("prefill")
             for sink in sinks

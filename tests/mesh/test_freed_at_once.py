@@ -184,7 +184,7 @@ async def test_a_call_leaves_nothing(ending: Ending) -> None:
 
 @virtual_time
 async def test_a_reservation_that_is_refused_leaves_nothing() -> None:
-    """What refuses its transfer's open, should one come, keeps no order, whose prompt may be long."""
+    """What refuses its open, should one come, keeps no order: a prompt may be long."""
     settings = {"max_requests": 1}
     async with worker_mesh(decode=settings, timing=FakeTiming(base_s=0.5)) as mesh:
         running = mesh.start(a_prompt(30), 200)

@@ -66,7 +66,7 @@ def names(*workers: RunningWorker) -> tuple[str, ...]:
 
 
 def partners(running: RunningWorker) -> set[Incarnation]:
-    return set(running.worker.pairs.paired)
+    return set(running.worker.pairs.speeds)
 
 
 def link(running: RunningWorker, other: RunningWorker) -> Any:

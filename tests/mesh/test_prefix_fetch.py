@@ -31,8 +31,8 @@ async def pair_up(mesh: WorkerMesh) -> None:
     """Have the second prefill worker make a pair with the first."""
     first, second = mesh.prefills
     second.worker.pairs.ask(MeshPeer(first.incarnation, Address(first.host, 9000)))
-    await mesh.gateway.until(lambda: first.incarnation in second.worker.pairs.paired)
-    await mesh.gateway.until(lambda: second.incarnation in first.worker.pairs.paired)
+    await mesh.gateway.until(lambda: first.incarnation in second.worker.pairs.speeds)
+    await mesh.gateway.until(lambda: second.incarnation in first.worker.pairs.speeds)
 
 
 async def answered(request: FakeRequest, prompt: list[int], num: int = 8) -> wire.PrefillToken:

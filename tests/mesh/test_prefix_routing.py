@@ -338,7 +338,7 @@ async def test_a_hot_prefix_is_sent_where_the_queue_is_short() -> None:
             for other in others:  # as after a decision that would have used these pairs
                 other.worker.pairs.ask(MeshPeer(first.incarnation, Address(first.host, 9000)))
             pairs = first.worker.pairs
-            await mesh.until(lambda pairs=pairs: len(pairs.paired) == 4)
+            await mesh.until(lambda pairs=pairs: len(pairs.speeds) == 4)
             assert (await ask(mesh, hot)).receipt["prefill"] == f"{first.incarnation:016x}"
             await asyncio.sleep(1.0)
             async with asyncio.TaskGroup() as tasks:

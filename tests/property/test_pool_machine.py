@@ -144,7 +144,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.check_integrity([owner.table for owner in self.live])
         stats = self.pool.statistics()
         assert stats.num_held == len(self.held)
-        assert stats.num_available == NUM_BLOCKS - len(self.held)
+        assert stats.num_free + stats.num_idle == NUM_BLOCKS - len(self.held)
         assert stats.num_cached == len(self.cached)
 
     @invariant()

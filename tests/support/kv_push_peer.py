@@ -165,7 +165,7 @@ class Prefill:
             network=TcpNetwork(),
             source=self.pusher,
             random_bytes=self.rng.randbytes,
-            on_change=lambda: paired.set() if self.pairs.paired else paired.clear(),
+            on_change=lambda: paired.set() if self.pairs.speeds else paired.clear(),
             group_bytes=config["group_bytes"],
             max_frame_bytes=config["max_frame_bytes"],
         )

@@ -60,7 +60,6 @@ class PoolLedger(NamedTuple):
 
     num_free: int
     num_idle: int
-    num_acquired_tokens: int
     num_hit_tokens: int
 
 
@@ -209,7 +208,7 @@ def levels_of(worker: Any) -> Sequence[Any]:
 def ledger_of(pool: Any) -> PoolLedger:
     """Return a pool's."""
     it = pool.statistics()
-    return PoolLedger(it.num_free, it.num_idle, it.num_acquired_tokens, it.num_hit_tokens)
+    return PoolLedger(it.num_free, it.num_idle, it.num_hit_tokens)
 
 
 class Truth(NamedTuple):

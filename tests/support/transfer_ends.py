@@ -103,7 +103,7 @@ class PrefillEnd:
         num_tokens = num_tokens_of(request, self.most_tokens)
         for start in range(0, num_tokens, self.chunk):
             stop = min(start + self.chunk, num_tokens)
-            handle.span(start, stop)
+            self.pusher.step_planned([(handle, start, stop)], 0.0)
             yield
             for layer in range(self.engine.layout.num_layers):
                 self.engine.stamp(table, start, stop, layer, request)
@@ -220,7 +220,7 @@ async def running_ends(
     paired = asyncio.Event()
 
     def note_pairs() -> None:
-        paired.set() if pairs.paired else paired.clear()
+        paired.set() if pairs.speeds else paired.clear()
 
     pairs = PairTable(
         incarnation=Incarnation(1),

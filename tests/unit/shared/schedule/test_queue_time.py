@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shared.predict.step_time import attended
 from shared.schedule.budget import BatchBudget, StepBudget, TimeBudget, TokenBudget
-from shared.schedule.queue_time import MAX_STEPS, Backlog, backlog_of, queue_seconds
+from shared.schedule.queue_time import MAX_STEPS, queue_left_s
 from tests.support.cores import Worker, a_sequence
 
 
@@ -39,7 +39,7 @@ def test_is_what_the_scheduler_then_does(
             worker.step()
     for size in prompts:
         worker.scheduler.add_prefill(a_sequence(size, max_tokens=1))
-    predicted_s = queue_seconds(backlog_of(worker.scheduler.unfinished), budget, predict)
+    predicted_s = queue_left_s(worker.scheduler.unfinished, budget, predict, 0.0)
     real_s = 0.0
     while worker.scheduler.statistics().pending_tokens:
         plan = worker.scheduler.plan()
@@ -57,16 +57,20 @@ def test_what_the_cache_has_is_not_waited_for() -> None:
     worker.scheduler.add(a_sequence(prompt, max_tokens=1))
     worker.run()
     worker.scheduler.add(a_sequence(prompt, max_tokens=1))
-    assert backlog_of(worker.scheduler.unfinished) == Backlog([(36, 40)])
+    left_s = queue_left_s(worker.scheduler.unfinished, TokenBudget(32), predict, 0.0)
+    assert left_s == pytest.approx(predict(4, attended(36, 40)))
 
 
 def test_a_very_long_queue_is_not_followed_to_its_end() -> None:
     """Beyond so many steps it is taken to go on as it did."""
-    prompts = [(0, 32)] * (4 * MAX_STEPS)
-    seconds = queue_seconds(Backlog(prompts), TokenBudget(32), predict)
+    prompts = [a_sequence(32, max_tokens=1)] * (4 * MAX_STEPS)
+    seconds = queue_left_s(prompts, TokenBudget(32), predict, 0.0)
     assert seconds == pytest.approx(len(prompts) * predict(32, attended(0, 32)), rel=0.01)
 
 
 def test_nothing_waits_for_nothing() -> None:
     """No prompts, no seconds, however many answers run."""
-    assert queue_seconds(Backlog([], 5, 1000), TokenBudget(32), predict) == 0.0
+    answer = a_sequence(4, max_tokens=400)
+    answer.tokens.append(1)
+    answer.num_computed_tokens = 4
+    assert queue_left_s([answer] * 5, TokenBudget(32), predict, 0.0) == 0.0
