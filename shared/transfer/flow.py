@@ -28,7 +28,8 @@ LONG_S, SHORT_S = 2.0, 1.0
 
 class Flow:
     """One direction of one link. rule: what its handshake agreed on. most: frames that may be on
-    their way at once, never more than ``num_slots``. num_transfers: that share it."""
+    their way at once, never more than ``num_slots``; at the sink: of one transfer. num_in_flight:
+    that have a slot here. num_transfers: that share it."""
 
     __slots__ = (
         "_byte_s",

@@ -70,7 +70,7 @@ class Receiver:
         self.key = grant.key
         self.grant = grant
         self.link = link
-        self._flow = flow
+        self.flow = flow
         self._num_tokens = num_tokens
         self._is_prefix = is_prefix
         self._window = window
@@ -111,8 +111,13 @@ class Receiver:
         return (
             self.state in _LIVE
             and self._next_post < len(self._frames)
-            and len(self._posted) + len(self._placing) < self._window
+            and self.num_slots < self._window
         )
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that it has."""
+        return len(self._posted) + len(self._placing)
 
     @property
     def posted_slots(self) -> list[int]:
@@ -134,7 +139,7 @@ class Receiver:
         else:
             return None
         frames = map(self._frames.__getitem__, self._posted)
-        return self._flow.waits_until(self._progress_at, patience_s, frames)
+        return self.flow.waits_until(self._progress_at, patience_s, frames)
 
     # --- events of the peer ---
 
@@ -151,7 +156,7 @@ class Receiver:
                 f"and end by {self._num_tokens}"
             )
         frames = plan_frames(
-            self._flow.rule,
+            self.flow.rule,
             span.start,
             span.stop,
             skip=self.grant.skip_tokens,
@@ -234,6 +239,7 @@ class Receiver:
         frame = self._frames[self._next_post]
         self._next_post += 1
         self._posted[frame.idx] = slot
+        self.flow.num_in_flight += 1
         self._uncredited.append(slot)
         tag = self.grant.tag_base + frame.idx
         self._effects.append(PostReceive(self.key, self.link, frame, slot, tag))
@@ -248,11 +254,11 @@ class Receiver:
         slot = self._posted.pop(frame_idx, None)
         if slot is None:
             raise LocalProtocolError(f"frame {frame_idx} settled without being posted")
-        self._flow.moved(now)
+        self.flow.moved(now)
         if self.state in _LIVE and error is None:
             self._machine.step(ReceiverEvent.FRAME_ARRIVED)
             # At most: the source may have computed meanwhile.
-            self._flow.crossed(self._frames[frame_idx].num_bytes, now - self._progress_at)
+            self.flow.crossed(self._frames[frame_idx].num_bytes, now - self._progress_at)
             self._progress_at = now
             self._placing[frame_idx] = slot
             self._effects.append(
@@ -265,7 +271,7 @@ class Receiver:
                 )
             )
             return
-        self._free_slots.append(slot)
+        self._slot_home(slot)
         if self.state in _LIVE and error is not None:
             self.gave_up(error, now, is_reported=True)
         else:
@@ -279,7 +285,7 @@ class Receiver:
         slot = self._placing.pop(frame_idx, None)
         if slot is None:
             raise LocalProtocolError(f"frame {frame_idx} was placed without having arrived")
-        self._free_slots.append(slot)
+        self._slot_home(slot)
         if self.state not in _LIVE:
             dropped = ReceiverEvent.FRAME_PLACED if error is None else ReceiverEvent.FRAME_DROPPED
             self._machine.step(dropped)
@@ -311,6 +317,10 @@ class Receiver:
         self._effects.append(CloseLink(self.link, "a transfer that ended does not settle"))
 
     # --- inside ---
+
+    def _slot_home(self, slot: int) -> None:
+        self._free_slots.append(slot)
+        self.flow.num_in_flight -= 1
 
     def _say(self, reply: SinkMessage) -> None:
         self._effects.append(SendReply(self.link, reply))

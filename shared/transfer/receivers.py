@@ -4,7 +4,8 @@ A transfer starts when the source has opened it *and* the lease side has reserve
 either may come first. An open waits a few seconds for its reservation, and then as long as that
 waits for room. Staging slots are few and shared: a transfer with announced frames queues for one at
 a time, in the order of its first wish, and holds at most ``window``; so slots go round, and a
-source that announces and then stalls cannot take them all.
+source that announces and then stalls cannot take them all. The link that has the fewest gets the
+next, and over a slow one (``flow.py``) a transfer holds fewer: quicker ones go on beside it.
 
     slots = free + posted + placing          (``check_integrity``)
 
@@ -322,7 +323,9 @@ class Receivers:
                 f"{self._num_slots} slots != {len(self._free_slots)} free + {len(posted)} posted "
                 f"+ {len(placing)} placing, each once"
             )
-        if self._free_slots and any(r.wants_slot for r in self._receivers.values()):
+        if self._free_slots and any(
+            r.wants_slot and _may_have_slot(r) for r in self._receivers.values()
+        ):
             raise InvariantViolated("a frame waits for a slot while one is free")
 
     # --- inside ---
@@ -370,11 +373,17 @@ class Receivers:
 
     def _take(self, now: float) -> list[ReceiverEffect]:
         credited: dict[TransferKey, Receiver] = {}
-        while self._free_slots and self._queue:
-            key, receiver = self._queue.popitem(last=False)
+        while self._free_slots:
+            # Whose link has the fewest: one that is slow, and keeps each for long, would else come
+            # to have nearly all.
+            ready = filter(_may_have_slot, self._queue.values())
+            receiver = min(ready, key=lambda it: it.flow.num_in_flight, default=None)
+            if receiver is None:
+                break
+            del self._queue[receiver.key]
             if receiver.wants_slot:
                 receiver.slot_given(self._free_slots.pop(), now)
-                credited[key] = receiver
+                credited[receiver.key] = receiver
                 self._settle(receiver)
         # One credit a transfer, after all its receives are posted.
         for receiver in credited.values():
@@ -382,3 +391,7 @@ class Receivers:
         # The list itself stays: all receivers append to it.
         effects, self._effects[:] = list(self._effects), []
         return effects
+
+
+def _may_have_slot(receiver: Receiver) -> bool:
+    return receiver.num_slots < receiver.flow.most

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -321,6 +322,33 @@ async def test_token_one_is_sent_while_kv_still_travels() -> None:
         assert await request.finished() == expected(prompt, 3)
         assert request.done is not None
         assert request.done.exposed_s > 0.01
+
+
+@virtual_time
+async def test_a_slow_link_does_not_hold_up_the_others() -> None:
+    """KV that takes minutes from one worker, in frames of 4 s, keeps no other's waiting for more
+    than a frame: it comes to have as many staging slots."""
+    pushes = {"group_kib": 1, "token_budget": 512}
+    async with worker_mesh(
+        num_prefill=2, prefill_blocks=512, decode_blocks=1024, prefill=pushes, check=False
+    ) as mesh:
+        loop, free_at = asyncio.get_running_loop(), 0.0
+
+        def reserve(source: bytes, target: bytes, num_bytes: int) -> tuple[float, float]:
+            nonlocal free_at
+            if source != mesh.prefills[0].transport_address:
+                return 0.0, 0.0
+            begins_at = max(loop.time(), free_at)
+            free_at = begins_at + num_bytes / 4000
+            return begins_at - loop.time(), num_bytes / 4000
+
+        mesh.fabric.reserve = reserve
+        long = [mesh.start(a_prompt(2000, seed=number), 2) for number in range(3)]
+        await mesh.gateway.until(lambda: all(request.token for request in long))
+        prompt, began_at = a_prompt(2000, seed=9), loop.time()
+        assert await mesh.start(prompt, 2, p=1).finished() == expected(prompt, 2)
+        assert loop.time() - began_at < 5.0
+        assert not any(request.joined for request in long)
 
 
 @virtual_time

@@ -289,6 +289,39 @@ def test_an_open_that_comes_after_its_reservations_end_is_refused_at_once():
     assert kinds(end.open(newest)) == ["Refused"]
 
 
+def test_the_link_with_the_fewest_slots_gets_the_next():
+    """A source's third transfer has waited longer, but its first two have all slots."""
+    end = End(num_slots=4, window=2)
+    keys = [KEY._replace(request_id=RequestId(b"%16d" % number)) for number in range(3)]
+    for key in keys:
+        end.granted(key=key)
+        end.say(Span(end.id, 0, 4))
+    end.core.link_up(OTHER_LINK, THEM, RULE)
+    end.open(OTHER, OTHER_LINK)
+    (grant,) = end.core.attached(OTHER, 4, 0, end.now)
+    span = Span(grant.message.transfer_id, 0, 4)
+    assert end.core.message(OTHER_LINK, span, end.now) == []
+    posted: list[TransferKey] = []
+    for key, frame_idx in ((keys[0], 0), (keys[1], 0), (OTHER, 0), (keys[0], 1)):
+        end.arrive(frame_idx, key=key)
+        effects = end.place(frame_idx, key=key)
+        posted += [it.key for it in effects if type(it).__name__ == "PostReceive"]
+    assert posted == [OTHER, OTHER, OTHER, keys[2]]
+
+
+def test_over_a_slow_link_a_transfer_holds_few_slots():
+    """After a frame that took long it posts no more until it has half as many, and one more with
+    each that is quick."""
+    end = End(num_slots=8).granted(num_tokens=16)
+    for start in (0, 4, 8, 12):
+        end.say(Span(end.id, start, start + 4))
+    assert end.free_slots == 0
+    end.later(3.0)
+    came = [end.arrive(frame_idx) + end.place(frame_idx) for frame_idx in range(5)]
+    num_posted = [kinds(effects).count("PostReceive") for effects in came]
+    assert num_posted == [0, 0, 1, 2, 1]  # of 4, 5, 6, 7 and 8 that it may hold
+
+
 def test_cancelling_a_waiting_open_refuses_it():
     """The lease side's cancel works before the grant, too."""
     end = End()
