@@ -3,8 +3,8 @@
 Staging slots are few and shared. A transfer that can send queues for one slot at a time, so slots
 go round all transfers and none waits forever: a slot is held only by a frame for which the sink has
 posted a receive, so it comes home without help from any other transfer. Prefixes that other workers
-pull have at most half of the slots at a time: prompts' KV, for which clients wait, goes first. Over
-a slow link few frames go at once (``flow.py``).
+pull have at most half of the slots at a time: prompts' KV, for which clients wait, goes first. The
+link that has the fewest gets the next; over a slow one few frames go at once (``flow.py``).
 
     slots = free + in flight          (``check_integrity``)
 
@@ -287,22 +287,20 @@ class Senders:
 
     def _may_have_slot(self, sender: Sender) -> bool:
         is_over_prefixes = sender.is_prefix and self._num_prefix_slots >= self._most_prefix_slots
-        return not is_over_prefixes and not self._flows[sender.link].is_full
+        return not is_over_prefixes and not sender.flow.is_full
 
     def _take(self, now: float) -> list[SenderEffect]:
-        held_back: list[Sender] = []
-        while self._free_slots and self._queue:
-            _, sender = self._queue.popitem(last=False)
-            if not sender.can_send:
-                continue
-            if not self._may_have_slot(sender):
-                held_back.append(sender)
-                continue
-            self._num_prefix_slots += sender.is_prefix
-            sender.slot_given(self._free_slots.pop(), now)
-            self._settle(sender)
-        for sender in held_back:
-            self._queue[sender.key] = sender
+        while self._free_slots:
+            # Whose link has the fewest, as at the sink.
+            ready = filter(self._may_have_slot, self._queue.values())
+            sender = min(ready, key=lambda it: it.flow.num_in_flight, default=None)
+            if sender is None:
+                break
+            del self._queue[sender.key]
+            if sender.can_send:
+                self._num_prefix_slots += sender.is_prefix
+                sender.slot_given(self._free_slots.pop(), now)
+                self._settle(sender)
         # The list itself stays: all senders append to it.
         effects, self._effects[:] = list(self._effects), []
         return effects

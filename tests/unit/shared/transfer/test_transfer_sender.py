@@ -493,6 +493,21 @@ def test_few_frames_are_on_their_way_over_a_slow_link():
     assert end.core.statistics().num_free_slots == 2
 
 
+def test_the_link_with_the_fewest_slots_sends_next():
+    """A transfer over the link that has all of them was ready sooner."""
+    end = End(num_slots=3).pushing(sent=3)
+    end.core.link_up(OTHER_LINK, RULE)
+    third = OTHER._replace(attempt=1)
+    for key, link, number in ((OTHER, LINK, 1), (third, OTHER_LINK, 2)):
+        end.core.begin(key, link, 4, end.now)
+        name = TransferId(bytes([number]) * 16)
+        end.core.message(link, Grant(key, name, 6, 2000 * number, 0), end.now)
+        end.core.span_planned(key, 0, 4, PushMode.LAYERWISE, end.now, is_cached=True)
+        assert end.core.message(link, credit(3, of=name), end.now) == []
+    sent = [end.settle(frame_idx)[0].key for frame_idx in range(3)]
+    assert sent == [third, OTHER, third]
+
+
 def test_a_slow_step_is_no_stall():
     """While prefill computes nobody owes anything."""
     end = End().granted()
