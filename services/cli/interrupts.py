@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
@@ -64,12 +63,6 @@ class Interrupts:
         finally:
             for number in signals:
                 loop.remove_signal_handler(number)
-
-
-def nothing_yet() -> int:
-    """Say that Ctrl-C came too early, and return the exit code."""
-    print("pdmesh: interrupted, with nothing to show yet", file=sys.stderr)
-    return EXIT_INTERRUPTED
 
 
 def run_interruptible(

@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from services.cli.bench.flags import BenchFlags, UrlsFlag
 from services.cli.client import DEFAULT_URL, NO_ACCESS, Access, require_url
-from services.cli.interrupts import EXIT_INTERRUPTED, nothing_yet, run_interruptible
+from services.cli.interrupts import run_interruptible
 from services.cli.sources import OUTPUT, JsonFlag
 from services.cli.words import plain_console, print_json
 from shared.errors import MeshError
@@ -60,7 +60,7 @@ def bench(
     if not any(run.records for run in measurement.runs):
         if failure is not None:
             raise failure
-        return nothing_yet() if code == EXIT_INTERRUPTED else code
+        return code
     report = build_report(measurement)
     try:
         if output is not None:  # first: whoever reads us may have left

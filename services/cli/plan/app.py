@@ -3,6 +3,7 @@ command shall wait for numpy and the simulator."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, Final
@@ -10,7 +11,7 @@ from typing import Any, Final
 from cyclopts import App, Group
 
 from services.cli import help_texts
-from services.cli.interrupts import nothing_yet
+from services.cli.interrupts import EXIT_INTERRUPTED
 from services.cli.plan.distserve import distserve
 from services.cli.plan.fleet import fleet
 from services.cli.plan.kv import kv
@@ -57,7 +58,8 @@ def _interruptible(command: Callable[..., int | None]) -> Callable[..., int | No
         try:
             return command(*args, **kwargs)
         except KeyboardInterrupt:
-            return nothing_yet()
+            print("pdmesh: interrupted, with nothing to show yet", file=sys.stderr)
+            return EXIT_INTERRUPTED
 
     return run
 

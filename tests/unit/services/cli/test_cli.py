@@ -373,15 +373,6 @@ def test_help_names_every_command_and_the_exit_codes(capsys: pytest.CaptureFixtu
     assert "Exit codes: 0 done, 1 failed, 2 wrong flag" in text
 
 
-def test_a_bench_that_is_stopped_before_its_first_request_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As a plan does: while it warms up there is nothing to report."""
-    monkeypatch.setattr("services.cli.bench.command.run_interruptible", lambda *_, **__: 130)
-    assert main(["bench"]) == 130
-    assert capsys.readouterr() == ("", "pdmesh: interrupted, with nothing to show yet\n")
-
-
 def test_names_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     """Brackets in a name, a path or an IPv6 address are no markup, which would be left out."""
     served = {"data": [{"id": "[red]m[/dim]", "max_model_len": 5}]}
