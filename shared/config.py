@@ -359,7 +359,7 @@ class WorkerConfig(ServiceConfig):
     """Tokens a KV block; may differ between prefill and decode. 0 = 16; with --engine vllm on a CPU
     32."""
 
-    staging_mib: Annotated[int, Between(16, 65536)] = 64
+    staging_mib: Annotated[int, Between(16, 32768)] = 64
     """Memory for frames on their way, in MiB."""
 
     share_prefixes: bool = True
@@ -492,7 +492,7 @@ class PrefillConfig(WorkerConfig):
 class DecodeConfig(WorkerConfig):
     """A decode worker: receives KV, runs the batch, streams tokens."""
 
-    staging_mib: Annotated[int, Between(16, 65536)] = 128
+    staging_mib: Annotated[int, Between(16, 32768)] = 128
     """Memory for frames that arrive, in MiB."""
 
     colocated: bool = False

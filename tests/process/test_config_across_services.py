@@ -67,7 +67,7 @@ async def test_a_mistake_in_the_file_keeps_every_service_from_starting(
         process = await mesh.start(role, config=file)
         assert await process.ended() == EXIT_BAD_CONFIG
         (line,) = [line for line in process.log if "error" in line]
-        assert f"{file}: [decode] staging_mib must be 16..65536" in line
+        assert f"{file}: [decode] staging_mib must be 16..32768" in line
 
 
 @pytest.mark.usefixtures("starts_are_executed")  # the kernel shows the environment of a start

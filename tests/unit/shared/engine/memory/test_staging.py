@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
 import xxhash
 
+from shared.config import DecodeConfig, PrefillConfig
 from shared.engine.memory import staging
 from shared.errors import EngineFailed
+from shared.messages.transfer_codec import MAX_WINDOWS
 from shared.transfer.frames import HEADER_BYTES
 from tests.support.stamped_kv import StampedKv
 
 KINDS = ["numpy", "bytearray", pytest.param("tensor", marks=pytest.mark.torch)]
 HEADER = bytes(range(HEADER_BYTES))
+
+
+@pytest.mark.parametrize("config", [PrefillConfig, DecodeConfig])
+def test_a_pair_takes_as_many_windows_as_there_may_be(config: type) -> None:
+    """With more memory than that no pair would come about."""
+    allowed = get_type_hints(config, include_extras=True)["staging_mib"].__metadata__[0]
+    assert staging.slots_of_a_way(allowed.high, for_prefixes=False) <= MAX_WINDOWS
 
 
 def a_buffer(kind: str, monkeypatch: pytest.MonkeyPatch) -> Any:
