@@ -80,7 +80,8 @@ async def test_a_prefix_comes_from_a_peer() -> None:
     """A worker that has it is busy: another takes its KV, and answers as if it had computed it."""
     settings = VLLM | {"batch_tokens": 256, "transfer_mode": "layerwise"}
     base = a_prompt(1472)
-    prompts = [base + a_prompt(400, start=20 + idx) for idx in range(12)]
+    # The second that the other one gets finds the pair, which the first asks for.
+    prompts = [base + a_prompt(400, start=20 + idx) for idx in range(24)]
     async with process_mesh("vllm") as mesh:
         with mesh.explained():
             gateway = await mesh.start_gateway()
