@@ -231,6 +231,8 @@ using Registers = AmxRegisters;
 constexpr int kQueryRows = kAmxRows;
 // Rows of a piece: many rows share what L1 holds of a panel, and few make enough pieces of a narrow matrix.
 constexpr std::int64_t kLeastPieceRows = 96, kMostPieceRows = 384;
+// So many tokens stay in L2 (2 MiB) while all panels pass; without AMX a panel stays while all tokens do.
+constexpr bool kTokensStay = true;
 constexpr std::int64_t kNear = 128;  // words of k of a panel that L1 (48 KiB) holds beside what passes through
 
 std::int64_t most_tile_rows(std::int64_t) { return kAmxRows; }
@@ -277,6 +279,7 @@ struct Registers {};
 
 constexpr int kQueryRows = kTile;
 constexpr std::int64_t kLeastPieceRows = 96, kMostPieceRows = 96;
+constexpr bool kTokensStay = false;
 
 std::int64_t most_tile_rows(std::int64_t rows) { return rows <= kFewRows ? kTallTile : kTile; }
 std::int64_t deep_of(std::int64_t) { return kDeep; }
@@ -376,13 +379,15 @@ void linear(Team& team, const Linear& lin, const Num* a, std::int64_t num_tokens
   const auto cuts_of = [&](std::int64_t rows) { return (num_tokens + rows - 1) / rows; };
   const std::int64_t wanted = (4 * team.size + panels - 1) / panels;  // four pieces a thread
   const std::int64_t cuts = std::clamp(wanted, cuts_of(kMostPieceRows), cuts_of(kLeastPieceRows));
+  const auto panel_of = [&](std::int64_t piece) { return kTokensStay ? piece % panels : piece / cuts; };
   team.run(panels * cuts, [&](std::int64_t piece) {
-    const std::int64_t panel = piece / cuts, cut = piece % cuts;
+    const std::int64_t panel = panel_of(piece), cut = kTokensStay ? piece / panels : piece % cuts;
     const std::int64_t begin = num_tokens * cut / cuts, end = num_tokens * (cut + 1) / cuts;
     const Num* weights = lin.panels + panel * lin.k * kPanel;
     const auto emit_row = [&](std::int64_t row, Lanes (&acc)[4]) { emit(row, panel, acc); };
-    const std::int64_t then = (piece + team.size) / cuts;  // the panel of this thread's next piece, likely
-    const Num* next = then != panel && then < panels ? lin.panels + then * lin.k * kPanel : nullptr;
+    const std::int64_t after = piece + team.size;  // this thread's next piece, likely
+    const std::int64_t then = after < panels * cuts ? panel_of(after) : panel;
+    const Num* next = then != panel ? lin.panels + then * lin.k * kPanel : nullptr;
     product(a, lin.k, weights, lin.k / kPerWord, begin, end, next, emit_row);
   });
 }
