@@ -60,6 +60,9 @@ def main() -> int:
     except subprocess.CalledProcessError as error:
         print(f"{' '.join(map(str, error.cmd))} failed:\n{error.output}", file=sys.stderr)
         return 1
+    except ValueError as error:  # kernels that would run nowhere else
+        print(error, file=sys.stderr)
+        return 1
     sums = "".join(f"{hashlib.sha256(f.read_bytes()).hexdigest()}  {f.name}\n" for f in made)
     (out / "SHA256SUMS").write_text(sums)
     print(sums, end="")
@@ -70,6 +73,7 @@ def build(out: Path, commit: str) -> list[Path]:
     """Write wheel and sdist of a commit into ``out``, and, on x86-64, the wheel with kernels.
 
     Raises CalledProcessError: no such commit, setuptools refuses, or there is no C++ compiler.
+    ValueError: see ``platform_tag``.
     """
     made_at = _run(["git", "show", "--no-patch", "--format=%ct", f"{commit}^{{commit}}"]).strip()
     archive = subprocess.run(

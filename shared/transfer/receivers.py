@@ -15,7 +15,6 @@ operation has settled. Pure. The shell is shared/worker/receiver.py.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -112,7 +111,7 @@ class Receivers:
         self._ended: dict[TransferKey, MeshError] = {}  # before their open came; oldest first
         self._receivers: dict[TransferKey, Receiver] = {}
         self._by_id: dict[tuple[LinkId, TransferId], Receiver] = {}
-        self._queue: OrderedDict[TransferKey, Receiver] = OrderedDict()
+        self._queue: dict[TransferKey, Receiver] = {}  # in the order of first wishes
         self._effects: list[ReceiverEffect] = []
         self.next_tick_at: float | None = None
         """No deadline passes before this; None = there is none. May be earlier than needed."""

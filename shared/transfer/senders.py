@@ -13,7 +13,6 @@ Pure. The shell is shared/worker/pusher.py.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -61,7 +60,7 @@ class Senders:
         self._flows: dict[LinkId, Flow] = {}
         self._senders: dict[TransferKey, Sender] = {}
         self._by_id: dict[tuple[LinkId, TransferId], Sender] = {}
-        self._queue: OrderedDict[TransferKey, Sender] = OrderedDict()
+        self._queue: dict[TransferKey, Sender] = {}  # in the order of first wishes
         self._effects: list[SenderEffect] = []
         self.next_tick_at: float | None = None
         """No deadline passes before this; None = there is none. May be earlier than needed."""

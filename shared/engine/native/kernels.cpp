@@ -271,7 +271,8 @@ void score(Registers& registers, Lanes (*scores)[4], const Num* queries, std::in
 
 // All keys of the tile whatever is seen, for the zeros of a chunk that is walked or not would turn a sum of -0 into 0.
 template <int M>
-void weigh(Registers&, float* out, std::int64_t padded, const Num* weights, const Num* values, std::int64_t) {
+void weigh(Registers& registers, float* out, std::int64_t padded, const Num* weights, const Num* values, std::int64_t) {
+  registers.shape(M, kAmxWords);
   amx_multiply(out, padded * sizeof(float), weights, kPanel * sizeof(Num), values, kPanel / kPerWord, false);
 }
 #else

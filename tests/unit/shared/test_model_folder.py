@@ -13,6 +13,7 @@ import pytest
 from shared import model_folder
 from shared.errors import ModelError
 from shared.model_folder import CONFIG_FILES, ModelFolder, SpecialTokens, resolve_model
+from tests.support.fake_hub import FakeHub
 
 CONFIG = {"max_position_embeddings": 512, "vocab_size": 99, "eos_token_id": 2}
 
@@ -136,24 +137,9 @@ def test_hub_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
         resolve_model("org/absent")
 
 
-class FakeHub:
-    """Stands for huggingface_hub."""
-
-    def __init__(self, answer: Path | Exception) -> None:
-        self.answer = answer
-        self.asked: list[Any] = []
-
-    def snapshot_download(self, name: str, *, allow_patterns: list[str]) -> str:
-        self.asked.append((name, allow_patterns))
-        if isinstance(self.answer, Exception):
-            raise self.answer
-        return str(self.answer)
-
-
 def test_hub_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hub name becomes its snapshot, without pickles; offline it says what to do."""
-    hub = FakeHub(tmp_path)
-    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)  # type: ignore[arg-type]
+    hub = FakeHub(tmp_path, monkeypatch)
     assert resolve_model("org/name-1.5B") == tmp_path
     assert hub.asked == [("org/name-1.5B", ["*.json", "*.jinja", "*.safetensors"])]
     resolve_model("org/name-1.5B", CONFIG_FILES)

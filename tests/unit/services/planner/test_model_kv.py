@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from services.planner.model_kv import folder_shape, kv_shape
 from shared.model_folder import ModelFolder
+from tests.support.fake_hub import FakeHub
 
 SIZES = {"num_attention_heads": 4, "hidden_size": 64, "num_hidden_layers": 2}
 
@@ -62,13 +61,6 @@ def test_a_hub_name_brings_its_config_alone(
     snapshot = tmp_path / "models--org--name" / "snapshots" / "0a1b2c"
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text(json.dumps(SIZES))
-    asked: list[str] = []
-
-    def download(name: str, *, allow_patterns: list[str]) -> str:
-        asked.extend((name, *allow_patterns))
-        return str(snapshot)
-
-    hub = SimpleNamespace(snapshot_download=download)
-    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    hub = FakeHub(snapshot, monkeypatch)
     assert kv_shape("org/name").name == "org/name"
-    assert asked == ["org/name", "config.json"]
+    assert hub.asked == [("org/name", ["config.json"])]

@@ -8,14 +8,12 @@ import itertools
 import os
 import re
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,6 +39,7 @@ from shared.errors import InvalidRequest, ModelError, Overloaded
 from shared.model_folder import DEMO_FOLDER, ModelFolder, SpecialTokens, read_template
 from shared.request import FinishReason, SamplingParams
 from tests.support.answer_tokens import answer_tokens
+from tests.support.fake_hub import FakeHub
 from tests.support.tiny_tokenizer import EOS, VOCAB_SIZE, tiny_text_model, tiny_tokenizer
 
 """No test depends on speed."""
@@ -585,17 +584,10 @@ async def test_a_template_of_ones_own(tmp_path: Path) -> None:
 
 def test_of_a_hub_name_a_gateway_wants_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has no use for them, and its host may have no room."""
-    asked: list[str] = []
-
-    def download(name: str, *, allow_patterns: list[str]) -> str:
-        asked.extend((name, *allow_patterns))
-        return str(DEMO_FOLDER)
-
-    hub = SimpleNamespace(snapshot_download=download)
-    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    hub = FakeHub(DEMO_FOLDER, monkeypatch)
     _, model = load(GatewayConfig(model="org/name"))
     model.close()
-    assert asked == ["org/name", "*.json", "*.jinja"]
+    assert hub.asked == [("org/name", ["*.json", "*.jinja"])]
 
 
 def test_a_template_may_come_through_a_pipe(
