@@ -49,6 +49,7 @@ from services.gateway.core.scaling.scaling import (
     Rules,
     Times,
     WorkerSeen,
+    why_hold,
 )
 from services.gateway.core.scaling.traffic import RECENT_SECONDS, Traffic
 from shared.ids import Incarnation
@@ -59,9 +60,6 @@ SETTLE_S = 30.0
 
 CALM_S = 60.0
 """So long nothing may be short until borrowing, or refusing early, ends."""
-
-STALE_S = 5.0
-"""A report older than this says nothing."""
 
 STARTUP_S = 60.0
 """Of a worker, until one start was measured."""
@@ -101,7 +99,7 @@ def decide(seen: MeshSeen, memory: Memory, rules: Rules, now: float) -> Decision
     here = [worker for worker in seen.workers if not worker.is_draining]
     present = _count(here)
     memory = _note_start(memory, present, now)
-    why = _why_hold(here, seen.traffic)
+    why = why_hold(here, seen.traffic)
     if why:
         # Nobody knows what was needed meanwhile: the whole dwell is watched anew before one falls.
         memory = replace(memory, needs=(), level_at=None, short_since={}, calm_since=now)
@@ -127,28 +125,6 @@ def _note_start(memory: Memory, present: Numbers, now: float) -> Memory:
         if num >= memory.targets.get(kind, 0):
             ordered.pop(kind, None)
     return replace(memory, present=present, startup_s=took_s, ordered=ordered)
-
-
-def _why_hold(here: Sequence[WorkerSeen], traffic: Traffic | None) -> str:
-    kinds = {worker.kind for worker in here}
-    if not here:
-        return "no worker has joined"
-    if Kind.COLOCATED in kinds and len(kinds) > 1:
-        return "colocated workers stand beside prefill and decode workers: plan for one kind alone"
-    if Kind.COLOCATED not in kinds and len(kinds) < 2:
-        return "a role has no worker"
-    if traffic is None:
-        return "too little has been asked yet to tell the load"
-    oldest_s = max(worker.age_s for worker in here)
-    if oldest_s > STALE_S:
-        return f"a worker's last report is {oldest_s:.0f} s old"
-    for kind in kinds:
-        own = [worker for worker in here if worker.kind is kind]
-        if kind is not Kind.DECODE and not any(it.prompt_steps.is_known for it in own):
-            return "no worker has told yet how long its prompts take"
-        if kind is not Kind.PREFILL and not any(it.answer_steps.is_known for it in own):
-            return "no worker has told yet how long its answers' steps take"
-    return ""
 
 
 class _Look:
@@ -361,6 +337,14 @@ class _Look:
             if num > self.targets[kind] and not has_fallen:
                 self.targets[kind] = num
                 self.ups[kind] = self.now
+        # They take the places of those that have not come.
+        over = sum(self.targets.values()) - self.rules.max_workers
+        for kind, num in self.present.items():
+            given_up = min(over, self.targets[kind] - num)
+            if self.rules.max_workers and given_up > 0:
+                over -= given_up
+                self.targets[kind] -= given_up
+                self.downs[kind] = self.now
 
     def _raise(self, needs: Numbers, spare: Numbers, overfull: set[Kind], since: Times) -> int:
         """Return how many are needed and not allowed. since: when each role fell short."""
@@ -451,6 +435,7 @@ class _Look:
         if memory.is_borrowing is not self.memory.is_borrowing:
             yield Borrow(memory.is_borrowing, why)
         over = {kind: num - self.targets[kind] for kind, num in self.present.items()}
+        moved = set[Incarnation]()
         for kind, lacking in [(kind, -num) for kind, num in over.items() if num < 0]:
             why = self.reasons.get(kind, "")
             moving = [
@@ -460,12 +445,13 @@ class _Look:
             ][:lacking]
             for other, worker in moving:
                 over[other] -= 1
+                moved.add(worker)
                 yield MoveHome(worker, kind, why)
             if lacking > len(moving):
                 yield AddWorkers(kind, lacking - len(moving), why)
         for kind, left in over.items():
             if left > 0:
-                gone = self._freest(kind, left, lambda it: True)
+                gone = self._freest(kind, left, lambda it: it.incarnation not in moved)
                 yield RemoveWorkers(kind, gone, self.reasons.get(kind, ""))
 
     def _freest(

@@ -1,9 +1,9 @@
-"""What the autoscaler goes by and what it says: records alone (``autoscaler.py`` decides)."""
+"""What the autoscaler goes by and what it says (``autoscaler.py`` decides)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
@@ -16,6 +16,9 @@ from shared.ids import Incarnation
 from shared.predict.step_time import StepFit
 
 DWELL_S = 600.0
+
+STALE_S = 5.0
+"""A report older than this says nothing."""
 
 
 class Kind(StrEnum):
@@ -180,6 +183,29 @@ def _kind_of(worker: Worker) -> Kind:
     if len(worker.serves) == 1 and worker.is_colocated:
         return Kind.COLOCATED
     return Kind.PREFILL if worker.home is Role.PREFILL else Kind.DECODE
+
+
+def why_hold(here: Sequence[WorkerSeen], traffic: Traffic | None) -> str:
+    """Return what is not known of workers that do not drain, or of their load; '' = nothing."""
+    kinds = {worker.kind for worker in here}
+    if not here:
+        return "no worker has joined"
+    if Kind.COLOCATED in kinds and len(kinds) > 1:
+        return "colocated workers stand beside prefill and decode workers: plan for one kind alone"
+    if Kind.COLOCATED not in kinds and len(kinds) < 2:
+        return "a role has no worker"
+    if traffic is None:
+        return "too little has been asked yet to tell the load"
+    oldest_s = max(worker.age_s for worker in here)
+    if oldest_s > STALE_S:
+        return f"a worker's last report is {oldest_s:.0f} s old"
+    for kind in kinds:
+        own = [worker for worker in here if worker.kind is kind]
+        if kind is not Kind.DECODE and not any(it.prompt_steps.is_known for it in own):
+            return "no worker has told yet how long its prompts take"
+        if kind is not Kind.PREFILL and not any(it.answer_steps.is_known for it in own):
+            return "no worker has told yet how long its answers' steps take"
+    return ""
 
 
 def is_first(own: Incarnation, workers: Iterable[Worker]) -> bool:

@@ -135,6 +135,17 @@ def test_no_more_than_allowed_and_it_says_so() -> None:
     assert "--max-workers" in decision.limit
 
 
+def test_who_is_started_by_others_takes_the_place_of_one_that_has_not_come() -> None:
+    """Of twelve allowed, seven and four are here: one comes, and not the two that were wanted."""
+    memory = Memory(targets={Kind.PREFILL: 6, Kind.DECODE: 6})
+    rules = Rules(RULES.limits, max_workers=12)
+    decision = decide(MeshSeen(workers(7, 4), EASY), memory, rules, 100.0)
+    assert decision.wanted == {Kind.PREFILL: 7, Kind.DECODE: 5}
+    assert [(it.kind, it.num) for it in decision.orders if isinstance(it, AddWorkers)] == [
+        (Kind.DECODE, 1)
+    ]
+
+
 def test_where_no_more_are_allowed_a_role_with_too_many_makes_room() -> None:
     """Not before it had too many for the whole dwell, and no more than the other role lacks."""
     mesh = ObedientMesh(list(workers(5, 1)), rules=Rules(RULES.limits, max_workers=6))
@@ -298,6 +309,16 @@ def test_colocated_workers_are_one_kind() -> None:
 
 
 # --- several gateways --------------------------------------------------------------------------
+
+
+def test_who_moves_is_not_removed_as_well() -> None:
+    """Of five one goes to the other role, and two others end."""
+    memory = Memory(
+        targets={Kind.PREFILL: 2, Kind.DECODE: 2}, downs={Kind.PREFILL: 95.0, Kind.DECODE: 95.0}
+    )
+    orders = decide(MeshSeen(workers(5, 1, moves=True), EASY), memory, RULES, 100.0).orders
+    assert [it.worker for it in orders if isinstance(it, MoveHome)] == [1]
+    assert [it.workers for it in orders if isinstance(it, RemoveWorkers)] == [(2, 3)]
 
 
 def joined_worker(number: int, first_gateway: int) -> Worker:
