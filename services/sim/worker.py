@@ -5,6 +5,7 @@ shells of ``shared/worker`` perform, and nothing that decides.
 With ``skips`` equal decode steps are one event (``Scheduler.runway``, ``advance``). Whatever else
 happens on the worker has it catch up first, so that everybody sees what stepping would have shown;
 tokens have the times of their steps, and are told at their answer's end, or when somebody looks.
+Events of one instant may come in another order (two workers whose steps are equally long).
 """
 
 from __future__ import annotations
