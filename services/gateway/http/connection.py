@@ -56,12 +56,14 @@ class BrokenBody(Exception):
 class HttpRequest:
     """One request. path: decoded, without the query. parameters: of its route's pattern.
 
+    content_length: of the body as the client says it; 0 = there is none, or it does not say.
     is_last: the connection ends with its response. num_kept: bytes of its body; see ``keep``.
     """
 
     __slots__ = (
         "_body",
         "connection",
+        "content_length",
         "headers",
         "is_answered",
         "is_http11",
@@ -81,16 +83,14 @@ class HttpRequest:
         self.headers = message.headers
         self.parameters: Mapping[str, str] = {}
         self.is_http11 = message.version >= HttpVersion11
+        self.content_length = int(self.headers.get("Content-Length", "0"))
         # Of HTTP/1.0 chunks may be what a proxy took for the next request (RFC 9112, section 6.1).
         self.is_last = message.should_close or (message.chunked and not self.is_http11)
+        # A body of 2**64 - 1 bytes is none to the parser, until some of it comes.
+        self.is_last |= self.content_length > limits.MAX_BODY_BYTES
         self.is_answered = False
         self._body = body
         self.num_kept = 0
-
-    @property
-    def content_length(self) -> int:
-        """Length of the body as the client says it; 0 = there is none, or it does not say."""
-        return int(self.headers.get("Content-Length", "0"))
 
     @property
     def has_arrived(self) -> bool:
@@ -103,10 +103,10 @@ class HttpRequest:
         Raises TooLarge, InvalidRequest (its framing is wrong), Overloaded (see ``keep``).
         """
         body = self._body
-        if body.is_eof():
-            return body.read_nowait()  # one read's worth at most: the connection pauses beyond
         if self.content_length > limits.MAX_BODY_BYTES:
             raise too_large()
+        if body.is_eof():
+            return body.read_nowait()  # one read's worth at most: the connection pauses beyond
         if self.is_http11 and self.headers.get("Expect", "").lower() == "100-continue":
             self.connection.write(_CONTINUE)
         data = bytearray()
@@ -249,7 +249,7 @@ class Connection(BaseProtocol):
         elif data and not is_of_body and self._head_since is None:
             self._head_since = self._loop.time()
             self._call_at(self._head_since + HEADER_TIMEOUT_S, self._look)
-        if is_upgraded:
+        if is_upgraded or (messages and _loses_what_follows(messages[-1], data)):
             self._is_over = True  # to a protocol that nobody speaks here: the answer says so
         if self._task is None and (self._waiting or self._is_broken):
             self.listener.idle.pop(self, None)
@@ -442,6 +442,16 @@ class Connection(BaseProtocol):
         if self._watch is not None:
             self._watch.cancel()
         self._watch = self._loop.call_at(when, act)
+
+
+def _loses_what_follows(last: tuple[RawRequestMessage, StreamReader], data: bytes) -> bool:
+    """Whether the parser has dropped, of this read, what came behind a request that asks for a
+    protocol which it does not know, as Java's client does with each (``Upgrade: h2c``)."""
+    message, body = last
+    if not (message.upgrade and body.is_eof()):
+        return False
+    rest = data[data.find(b"\r\n\r\n") + 4 :]
+    return (rest.find(b"\r\n\r\n") + 4 if message.chunked else body.total_bytes) < len(rest)
 
 
 @asynccontextmanager

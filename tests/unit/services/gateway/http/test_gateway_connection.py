@@ -256,6 +256,36 @@ async def test_a_protocol_that_nobody_speaks_is_not_switched_to() -> None:
     assert (status, headers["connection"]) == (200, "close")
 
 
+async def test_what_came_behind_an_upgrade_and_is_lost_is_told_so() -> None:
+    """Java's client asks for h2c with each request: its connection is kept, unless it has sent
+    ahead, for of that the parser drops what came in the same read."""
+    h2c = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMA\r\n"
+    get, post = HEALTH.replace(b"\r\n\r\n", b"\r\n" + h2c + b"\r\n"), with_length(more=h2c)
+    chunked = POST + h2c + b"Transfer-Encoding: chunked\r\n\r\n" + CHUNKS
+    async with (
+        http_gateway(ScriptedMesh(saying("the"))) as url,
+        raw_connection(url) as (reader, writer),
+    ):
+        for request in (get, post, chunked):
+            writer.write(request)
+            head = await reader.readuntil(b"\r\n\r\n")
+            ((status, headers, _),) = split(head)
+            await reader.readexactly(int(headers["content-length"]))
+            assert (status, "connection" in headers) == (200, False)
+    trailed = chunked[:-2] + b"X-T: y\r\n\r\n"
+    for request in (get, post, chunked, HEALTH + post, trailed):
+        *_, (status, headers, _) = split(await asked(request + chunked))
+        assert (status, headers["connection"]) == (200, "close")
+
+
+@pytest.mark.parametrize("length", [limits.MAX_BODY_BYTES + 1, 2**64 - 2, 2**64 - 1])
+async def test_a_body_longer_than_any_is_refused_and_its_connection_ends(length: int) -> None:
+    """At once, and with a word of that, also where the parser takes it for none."""
+    head = POST + b"Content-Length: %d\r\n\r\n" % length
+    ((status, headers, _),) = split(await asked(head))
+    assert (status, headers["connection"]) == (413, "close")
+
+
 async def test_headers_of_a_response_cannot_be_forged() -> None:
     """A line's end in one is our bug, and nothing is sent."""
 
