@@ -17,6 +17,7 @@ from services.gateway.front.answers import (
     Answers,
     Choice,
     TextDelta,
+    TokenCounts,
     open_answers,
 )
 from services.gateway.front.calls import Call, typed
@@ -142,13 +143,19 @@ class _Chunks:
         self.has_room = events.has_room
         self._write = events.write_nowait
         self._chunks = answer_format.chunks
-        self._has_counts = answer_format.continuous_usage
         self._request_id = call.caller.request_id
-        self._answers = answers
+        self._counts: TokenCounts | None = None
+        if answer_format.continuous_usage:
+            self._counts = TokenCounts(answers.usage.prompt_tokens, 0, 0)
+        self._choices = answers.choices
+        firsts = {choice.prompt_idx: choice.index for choice in reversed(answers.choices)}
+        self._firsts = set(firsts.values())  # of their prompts; those that have not begun
 
     def of(self, delta: TextDelta) -> bytes:
         """Return the events of a delta, about to be written."""
-        chunks = self._chunks(delta, self._answers.usage if self._has_counts else None)
+        if self._counts is not None:
+            self._counts = self._counted(self._counts, delta)
+        chunks = self._chunks(delta, self._counts)
         if chunks and is_debugging():
             note(Moment.WRITTEN, self._request_id, num_bytes=len(chunks))
         return chunks
@@ -156,3 +163,13 @@ class _Chunks:
     def write(self, delta: TextDelta) -> None:
         if chunks := self.of(delta):
             self._write(chunks)
+
+    def _counted(self, before: TokenCounts, delta: TextDelta) -> TokenCounts:
+        """Return the counts with this delta's: to sum over hundreds of answers at each is dear."""
+        cached_tokens = before.cached_tokens
+        generation = self._choices[delta.choice].generation
+        if delta.choice in self._firsts and generation is not None:
+            self._firsts.remove(delta.choice)
+            cached_tokens += generation.cached_tokens
+        completion_tokens = before.completion_tokens + len(delta.tokens)
+        return TokenCounts(before.prompt_tokens, completion_tokens, cached_tokens)

@@ -58,8 +58,9 @@ class ToolChatFormat(ChatFormat):
         return events
 
     def _usage(self, counts: TokenCounts) -> bodies.UsageBody:
-        num = sum(teller.num_thought for teller in self._tellers)
-        return bodies.UsageBody.of(counts, num if self._tellers[0].thinks else None)
+        tellers = self._tellers
+        num = sum(teller.num_thought for teller in tellers) if tellers[0].thinks else None
+        return bodies.UsageBody.of(counts, num)
 
     def _delta(self, choice: int, said: Said) -> bodies.DeltaBody:
         if said.is_thought:
