@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from services.gateway.core.admission.fair_queue import FairQueue, QueuedRequest
+from services.gateway.core.admission.fair_queue import FairQueue, QueuedRequest, let_go
 from services.gateway.core.admission.overload import (
     Asking,
     Cached,
@@ -283,7 +283,7 @@ class Admission:
     @property
     def next_tick_at(self) -> float | None:
         """When somebody has waited too long; None = nobody waits."""
-        # Who was admitted or has left stays in the heap until it comes to its top.
+        let_go(self._give_up, len(self._waiting), lambda entry: entry[1] in self._waiting)
         while self._give_up and self._give_up[0][1] not in self._waiting:
             heapq.heappop(self._give_up)
         return self._give_up[0][0] if self._give_up else None

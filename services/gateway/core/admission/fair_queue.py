@@ -23,6 +23,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from services.gateway.core.admission.tenants import Terms
 from shared.tenants import MAX_PRIORITY
@@ -51,7 +52,15 @@ class QueuedRequest:
 
 
 _Line = list[tuple[float, float, int, QueuedRequest]]
-"""A heap by deadline, then by when they came; who waits no more, or elsewhere, is passed over."""
+"""A heap by deadline, then by when they came; who waits no more, or elsewhere, is passed over and
+let go of in time."""
+
+
+def let_go(heap: list[Any], num_live: int, is_live: Callable[[Any], bool]) -> None:
+    """Forget who has left, where most of a heap has: else they stay until they come to its top."""
+    if len(heap) > 2 * num_live + 16:
+        heap[:] = filter(is_live, heap)
+        heapq.heapify(heap)
 
 
 class _Equals:
@@ -133,6 +142,7 @@ class FairQueue:
         request.is_waiting = False
         self._num -= 1
         self._leave_line(self._equals[request.priority], request.terms.tenant)
+        let_go(self._ages, self._num, lambda entry: entry[2].is_waiting)
 
     def pop(self, now: float) -> QueuedRequest | None:
         """Take out the next request of a tenant that may run one; None if there is none."""
@@ -201,6 +211,7 @@ class FairQueue:
         """A request is not in this line any more: its first one still waits, or there is none."""
         equals.num_waiting[tenant] -= 1
         line = equals.lines[tenant]
+        let_go(line, equals.num_waiting[tenant], lambda entry: self._is_in(equals, entry[3]))
         while line and not self._is_in(equals, line[0][3]):
             heapq.heappop(line)
         if not line:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from services.gateway.core.admission.admission import Admission, Admit, Effect, TurnAway
@@ -60,6 +62,21 @@ def test_a_full_waiting_room_refuses_with_a_hint() -> None:
     assert (refusal.error.code, refusal.error.retry_after_s) == ("queue_full", 2.0)
     assert admission.statistics().refusals == {"queue_full": 1}
     assert admission.statistics().num_refused == 1
+
+
+def test_who_has_left_is_forgotten_whoever_waits_before_them() -> None:
+    """Not when their time in the queue, or until they age, would have been over."""
+    admission = an_admission()
+    admission.arrive(b"a", 0.0)
+    admission.arrive(b"b", 0.0)
+    keys = [number.to_bytes(4, "big") for number in range(1000)]
+    for key in keys:
+        assert admission.arrive(key, 0.1) == []
+        assert admission.leave(key, 0.1) == []
+        assert admission.next_tick_at == 2.0
+    # Three who know each are this test.
+    assert sum(sys.getrefcount(key) > 3 for key in keys) < 50
+    assert admission.leave(b"a", 0.1) == [Admit(b"b")]
 
 
 def test_who_waits_too_long_is_refused_at_its_time() -> None:
