@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -35,6 +34,7 @@ from shared.model_folder import ModelFolder, resolve_model
 from shared.model_spec import ModelSpec
 from shared.rpc.tcp import TcpNetwork
 from shared.worker_status import WorkerStatus
+from tests.support.service_process import free_port
 
 HERE = Path(__file__).parent
 STEP_MS = 50
@@ -101,18 +101,6 @@ def write_words(path: Path) -> None:
             is_word = text.startswith(" ") and text[1:].isascii() and text[1:].isalpha()
             if is_word:
                 file.write(f"{token_id}\t{text}\n")
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago."""
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
 
 
 # --- processes ------------------------------------------------------------------------------------
@@ -189,10 +177,10 @@ async def our_gateway(
     """Start a gateway with mock pairs of workers, all paired with all. settings: variables more.
     tree: whose gateway. ``ready_s``: from exec until ``/ready`` says that a pair is usable, the
     pair's joining included."""
-    http_port, grpc_port, mesh_port = free_ports(3)
+    http_port, mesh_port = free_port(), free_port()
     environ = {
         "PDMESH_HTTP_PORT": str(http_port),
-        "PDMESH_GRPC_PORT": str(grpc_port),
+        "PDMESH_GRPC_PORT": str(free_port()),
         "PDMESH_MESH_PORT": str(mesh_port),
         "PDMESH_MODEL_NAME": MODEL,
         "PDMESH_MAX_RUNNING": "16384",
@@ -207,8 +195,8 @@ async def our_gateway(
         for _ in range(num_pairs):
             first = len(workers) + 11
             pair = [
-                MockWorker(role, Incarnation(first + idx), port)
-                for idx, (role, port) in enumerate(zip(Role, free_ports(2), strict=True))
+                MockWorker(role, Incarnation(first + idx), free_port())
+                for idx, role in enumerate(Role)
             ]
             mesh = [
                 programs["mesh"],
@@ -311,12 +299,12 @@ async def router(
     if peer is None:
         yield None
         return
-    port, metrics_port = free_ports(2)
+    port = free_port()
     urls = [f"http://127.0.0.1:{backend}" for backend in backends]
     arguments = [
         *command(peer.program(program)),
         *("--worker-urls", *urls, "--policy", "round_robin"),
-        *("--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics_port)),
+        *("--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())),
         *("--log-level", "error"),
     ]
     began_at = time.monotonic()
@@ -348,7 +336,8 @@ async def http_backends(
     """Start mock back ends; yields port -> pid."""
     async with contextlib.AsyncExitStack() as stack:
         backends: dict[int, int] = {}
-        for port in free_ports(count):
+        for _ in range(count):
+            port = free_port()
             command = [programs["backend"], str(port), words, str(STEP_MS)]
             child = await stack.enter_async_context(process(command, cores.others, log))
             await wait_until(port, "/health", child)

@@ -17,7 +17,6 @@ import itertools
 import math
 import os
 import random
-import socket
 import statistics
 import sys
 import tempfile
@@ -38,6 +37,7 @@ from bench.priorities import REALTIME, add_priorities
 from bench.record import Record, run, spread
 from services.local import local_mesh, plan_services, wait_for_pair
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig
+from tests.support.service_process import free_port
 
 HERE = Path(__file__).parent
 GOAL_MS = 2.0
@@ -250,7 +250,7 @@ async def measure(
 ) -> list[dict[str, Any]]:
     """Start the mesh, measure it idle, then under each load, and stop it; one row a load."""
     common: dict[str, Any] = {"realtime": priority == REALTIME}
-    decode_port, *prefill_ports = free_ports(1 + num_prefill)
+    decode_port, *prefill_ports = (free_port() for _ in range(1 + num_prefill))
     services = plan_services(
         GatewayConfig(http_port=0, grpc_port=0, mesh_port=0, **common),
         [PrefillConfig(metrics_port=port, threads=1, **common) for port in prefill_ports],
@@ -369,18 +369,6 @@ def share_within(lag: Lag, limit_ms: float) -> float:
     """Share of the samples in buckets up to the limit."""
     within = sum(n for b, n in zip(lag.bounds, lag.counts, strict=True) if b * 1e3 <= limit_ms)
     return within / max(1, lag.num_samples)
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago."""
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
 
 
 def case_of(row: dict[str, Any]) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import socket
 import tempfile
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -29,6 +28,7 @@ from shared.config import DecodeConfig, GatewayConfig, PrefillConfig
 from shared.model_folder import DEMO_FOLDER
 from shared.rpc.tcp import TcpNetwork
 from tests.support.process_mesh import parse_gauges
+from tests.support.service_process import free_port
 
 HERE: Final = Path(__file__).parent
 MODELS: Final = ("demo", "87m")
@@ -74,9 +74,7 @@ class Worker:
 async def a_worker(folder: Path, tier: str, num_tokens: int) -> AsyncGenerator[Worker]:
     """Start a gateway, a decode worker, and a prefill worker whose pool holds one prompt."""
     common: dict[str, Any] = {"model": str(folder), "device": "cpu", "threads": 1}
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        metrics_port = probe.getsockname()[1]
+    metrics_port = free_port()
     async with contextlib.AsyncExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         room: dict[str, Any] = {"dram_cache": TIER_BYTES}

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from typing import Any
 
 from bench.compiler import compile_c
 from bench.record import PROJECT
+from tests.support.service_process import free_port
 
 HERE = Path(__file__).parent
 
@@ -194,9 +194,7 @@ def _run_perftest(
     memory: str,
 ) -> float:
     root = ucx_root()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [
         str(root / "bin" / "ucx_perftest"), "-t", test, "-e", "-f", "-v", "-p", str(port),
         "-s", str(num_bytes), "-n", str(count), "-w", str(max(2, count // 10)), "-O", str(WINDOW),
