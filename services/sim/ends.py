@@ -55,10 +55,13 @@ class KvEnds:
             window=size.num_slots // 2,
         )
         # A frame has one layer: of a simulated model that is a group of layers (``LAYER_GROUPS``).
-        self._rule = FrameRule(layout=layout, group_bytes=1, max_frame_bytes=size.frame_bytes)
+        self._rule = FrameRule(
+            layout=layout, group_bytes=size.group_bytes, max_frame_bytes=size.frame_bytes
+        )
         self._link_bytes_s = size.link_bytes_s
         self._byte_s = 1 / size.link_bytes_s if size.link_bytes_s else 0.0
         self._link_free_at = 0.0
+        self._link_s = self._clock.wire_s if size.link_s is None else size.link_s
         self.num_frames_sent = 0
         self._sinks: dict[Incarnation, LinkId] = {}
         self.sinks: frozenset[Incarnation] = frozenset()
@@ -165,7 +168,7 @@ class KvEnds:
         now, worker = self._clock.now, self._worker
         match effect:
             case transfer.SendMessage(link, message) | transfer.SendReply(link, message):
-                self._clock.send(lambda: self._deliver(link, message))
+                self._clock.after(self._link_s, lambda: self._deliver(link, message))
             case transfer.GatherAndSend():
                 self._send(effect)
             case transfer.EndTransfer(key, error):
@@ -234,7 +237,7 @@ class KvEnds:
 
         begins_at = max(self._clock.now, self._link_free_at)
         self._link_free_at = begins_at + frame.payload_bytes * self._byte_s
-        self._clock.at(self._link_free_at + self._clock.wire_s, land)
+        self._clock.at(self._link_free_at + self._link_s, land)
 
     def _prompt_blocks(self, key: TransferKey) -> array[int]:
         sequence = self._worker.jobs[key, Task.PROMPT].sequence
@@ -323,7 +326,7 @@ class KvEnds:
         link = None if fetch is None else self._sinks.get(fetch.source)
         if fetch is not None and link is not None:
             # The words of a pair go over one connection, whichever way KV flows.
-            self._clock.send(lambda: self._deliver(link, fetch.pull))
+            self._clock.after(self._link_s, lambda: self._deliver(link, fetch.pull))
 
     def _be_pulled(self, link: LinkId, pull: Pull) -> None:
         """Send what there is of it, if only the word that there is nothing."""
@@ -354,7 +357,7 @@ class KvEnds:
         """It is here, or no more will come: its prompts wait no longer."""
         fetch = self._bringing.pop(key, None)
         if fetch is not None and self._fetches.ended(fetch, self._clock.now, num_tokens, num_bytes):
-            self._worker.step()
+            self._worker.wake()
 
     # --- looking at it ----------------------------------------------------------------------------
 

@@ -129,13 +129,10 @@ class TierCopies:
         if not worker.is_alive:
             return
         worker.catch_up()
-        lets_go = self.core.blocks_read(store)
-        if lets_go:
-            worker.grant_waiting()
+        if self.core.blocks_read(store):
+            worker.blocks_freed()
         self.core.end_store(level, store, is_written=True)
         self._store(level)
-        if lets_go:
-            worker.step()
 
     # --- up --------------------------------------------------------------------------------------
 
@@ -173,14 +170,14 @@ class TierCopies:
     def _loaded(self, load: _Load) -> None:
         worker = self._worker
         worker.catch_up()
-        self.core.end_load(load, self._clock.now)
+        if self.core.end_load(load, self._clock.now):
+            worker.wake()
         self.core.close_load(load)
-        worker.grant_waiting()
-        worker.step()
+        worker.blocks_freed()
 
     def _late(self, load: _Load) -> None:
         worker = self._worker
         if load.is_awaited and worker.is_alive:
             worker.catch_up()
-            self.core.end_wait(load, self._clock.now)
-            worker.step()
+            if self.core.end_wait(load, self._clock.now):
+                worker.wake()

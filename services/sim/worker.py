@@ -112,7 +112,7 @@ class CoreWorker:
         self._skips = skips and engine.times is not None
         self.jobs_of: dict[Sequence, SimJob] = {}
         self._stepping: tuple[StepPlan, float] | None = None
-        self._is_committing = False
+        self._is_due = False
         self._run: EqualSteps | None = None
         self._run_ends = array("d")
         self._most_skipped = LEAST_SKIPPED
@@ -151,7 +151,7 @@ class CoreWorker:
         if self.tiers is None or not self.tiers.begin(job):
             self.ends.await_prefix(job)
         self.on_change(self.clock.now)
-        self.step()
+        self.wake()
 
     def cancel(self, key: TransferKey, task: Task) -> None:
         """The gateway wants no more, or nobody waits for a prefix."""
@@ -209,10 +209,7 @@ class CoreWorker:
     def blocks_freed(self) -> None:
         """What somebody held may be what others lack."""
         self.grant_waiting()
-        if not self._is_committing:
-            if self.tiers is not None:
-                self.tiers.copy_down()
-            self.step()
+        self.wake()
 
     def grant_waiting(self) -> None:
         """Grant what fits now."""
@@ -259,10 +256,16 @@ class CoreWorker:
 
     # --- steps ------------------------------------------------------------------------------------
 
-    def step(self) -> None:
+    def wake(self) -> None:
+        """Step behind this instant, if no step runs: whoever comes together shares one."""
+        if not (self._is_due or self._stepping or self._run):
+            self._is_due = True
+            self.clock.after(0.0, self._step)
+
+    def _step(self) -> None:
         """Plan a step if none runs; it is computed at its end."""
-        is_busy = self._stepping is not None or self._run is not None or self._is_committing
-        if is_busy or not self.is_alive:
+        self._is_due = False
+        if self._stepping or self._run or not self.is_alive:
             return
         if self._skips and (num_steps := self.scheduler.runway()):
             self._begin_run(min(num_steps, self._most_skipped))
@@ -281,7 +284,7 @@ class CoreWorker:
         for failure in plan.failed:
             self.handle(self.jobs_of[failure.sequence], LifeEvent.FAILED, failure.error)
         if plan.is_empty:
-            if self._stepping is None and self._run is None:  # else who failed made room
+            if not self._is_due:  # else who failed made room
                 self.leases.rests(now=self.clock.now)
                 self._arm(self.leases.next_tick_at)
             return
@@ -303,12 +306,11 @@ class CoreWorker:
         if self.engine.spreads_layers:
             self.ends.layers_ready(pushes, self._num_layers)
         outcome = self.scheduler.commit(plan, results)
-        self._is_committing = True
+        self._is_due = True  # below, as soon as all of this one is told
         self.ends.computed(pushes)
         self._stages.leave(seconds, [partial(self._sampled, token) for token in outcome.tokens])
-        self._is_committing = False
         self.grant_waiting()
-        self.step()
+        self._step()
 
     def _sampled(self, token: NewToken) -> None:
         if (job := self.jobs_of.get(token.sequence)) is None:
@@ -352,12 +354,11 @@ class CoreWorker:
         # Caught up since: the step that ran then is the last, and has an event of its own.
         if self._run is not run or run.ends[-1] != at or not self.is_alive:
             return
-        self._run, self._is_committing = None, True
+        self._run, self._is_due = None, True
         self._most_skipped = min(2 * self._most_skipped, MOST_SKIPPED)
         self._take_steps(run, len(run.ends))
-        self._is_committing = False
         self.grant_waiting()
-        self.step()
+        self._step()
 
     def catch_up(self, *, ends_run: bool = True) -> None:
         """Have done what has been skipped; the step that runs now is the last of its run, unless
@@ -489,7 +490,7 @@ class CoreWorker:
         self.on_change(self.clock.now)
         if self.leases.has_waiting:  # for room; asked at a step's end, it may begin as this prompt
             self._most_skipped = 1
-        self.step()
+        self.wake()
 
     def release(self, job: SimJob) -> None:
         """Nothing writes the blocks of a lease any more."""

@@ -53,7 +53,7 @@ def judge(case: Case) -> Outcome:
     return exact
 
 
-@pytest.mark.parametrize("seed", few(range(6), 0, 1))
+@pytest.mark.parametrize("seed", few(range(6), 0, 4))
 def test_runs_exact_and_the_whole_mesh_are_one(seed: int) -> None:
     """Few, for every day."""
     judge(drawn_case(seed, num_requests=50))
@@ -72,7 +72,7 @@ def test_memory_below_the_pools_has_the_same_blocks(seed: int) -> None:
     judge(drawn_tiers(drawn_case(seed, num_requests=50), has_disk=False))
 
 
-@pytest.mark.parametrize("seed", few(range(24), 4, 9))
+@pytest.mark.parametrize("seed", few(range(24), 5, 9))
 def test_a_disk_below_them_has_the_same_blocks(seed: int) -> None:
     """Likewise of files, under memory or alone, also of those that are read too late."""
     judge(drawn_tiers(drawn_case(seed, num_requests=50), has_disk=True))

@@ -23,7 +23,7 @@ def test_a_day_of_protocol_takes_no_time_and_repeats_exactly() -> None:
     """Under virtual time a stream lives a day, and two runs are the same to the bit."""
 
     async def day() -> list[tuple[float, int]]:
-        network = MemoryNetwork(MemoryFabric(latency_s=0.003))
+        network = MemoryNetwork(MemoryFabric(lambda source, target: 0.003))
         loop = asyncio.get_running_loop()
         seen: list[tuple[float, int]] = []
         async with (

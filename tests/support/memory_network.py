@@ -30,7 +30,7 @@ _OWN_HOST = ("", "0.0.0.0", "::", "127.0.0.1")
 
 
 class MemoryTransport(asyncio.Transport):
-    """One end of a connection; bytes arrive ``latency_s`` later, in order, unless they are held."""
+    """One end of a connection; bytes arrive after its latency, in order, unless they are held."""
 
     def __init__(self, fabric: MemoryFabric, ours: Address, theirs: Address) -> None:
         super().__init__({"peername": (theirs.host, theirs.port)})
@@ -56,7 +56,7 @@ class MemoryTransport(asyncio.Transport):
 
     def _send(self, delivery: Callable[[], None]) -> None:
         self._on_the_way.append(delivery)
-        self._loop.call_later(self._fabric.latency_s, self.deliver)
+        self._loop.call_later(self._fabric.latency(self.ours.host, self.theirs.host), self.deliver)
 
     def deliver(self) -> None:
         """Let what is due arrive, unless the link is held."""
@@ -102,10 +102,11 @@ class MemoryTransport(asyncio.Transport):
 
 
 class MemoryFabric:
-    """All hosts, their listeners, and the links between them."""
+    """All hosts, their listeners, and the links between them. latency: in seconds, from one host to
+    another."""
 
-    def __init__(self, *, latency_s: float = 0.0) -> None:
-        self.latency_s = latency_s
+    def __init__(self, latency: Callable[[str, str], float] = lambda source, target: 0.0) -> None:
+        self.latency = latency
         self._listeners: dict[Address, CallServer] = {}
         self._names: dict[str, list[str]] = {}
         self._transports: dict[MemoryTransport, None] = {}

@@ -25,6 +25,7 @@ from shared.kv.journal import Tier
 from shared.kv.tiers import CachePolicy
 from shared.predict.times import AffineTimes
 from shared.request import FinishReason
+from shared.transfer.plan import DEFAULT_GROUP_BYTES, DEFAULT_MAX_FRAME_BYTES
 from shared.worker.core.lower_tiers import TierLevel
 from shared.worker.pairs import PairTable
 from shared.worker.step_times import StepTimes
@@ -44,6 +45,7 @@ TIMES = AffineTimes(
 )
 BLOCK_BYTES = 16 * MODEL.layout.token_bytes
 MAX_RUNNING = 64
+STAGING_MIB, MIB = 128, 1 << 20
 MAX_WAIT_S = 2.0
 SETTLED_S = 1.0
 
@@ -87,8 +89,10 @@ class Case:
     """A mesh and a load. prompt_blocks: of workers that compute prompts, 0 = as all. num_shared:
     tokens of which two thirds of the prompts begin with half at least; num_roots: of so many kinds.
     most_output: of an answer. places: how many requests run at the gateway, and how many may wait
-    there. max_pending_tokens: of the gateway. dram_slots, ssd_slots: blocks below the pool, 0 = no
-    such tier; dram_block_s, ssd_block_s: how long each is copied."""
+    there. max_pending_tokens: of the gateway. wire_s, link_s: how long what is sent is under way to
+    or from the gateway, and between workers: of what happens in one instant nobody knows the order.
+    batch_tokens: of workers, 0 = a whole step's. dram_slots, ssd_slots: blocks below the pool, 0 =
+    no such tier; dram_block_s, ssd_block_s: how long each is copied."""
 
     seed: int
     num_prefill: int
@@ -104,6 +108,9 @@ class Case:
     most_output: int = 60
     places: int = 512
     max_pending_tokens: int = 8192
+    wire_s: float = 0.0005
+    link_s: float = 0.0003
+    batch_tokens: int = 0
     dram_slots: int = 0
     ssd_slots: int = 0
     dram_block_s: float = 0.0
@@ -118,6 +125,13 @@ class Case:
             (Tier.SSD, self.ssd_slots, self.ssd_block_s),
         )
         return [it for it in both if it[1]]
+
+    def latency(self, source: str, target: str) -> float:
+        """Return it by hosts of the whole mesh; a client is where its gateway is."""
+        kinds = {host.partition("-")[0] for host in (source, target)}
+        if "client" in kinds:
+            return 0.0
+        return self.wire_s if "gateway" in kinds else self.link_s
 
     @property
     def requests(self) -> list[SimRequest]:
@@ -153,6 +167,8 @@ def drawn_case(seed: int, num_requests: int) -> Case:
         num_shared=rng.choice([0, 0, 256]),
         most_output=rng.choice([4, 12, 40]),
         max_pending_tokens=rng.choice([8192, 500]),
+        wire_s=rng.uniform(1e-4, 2e-3),
+        link_s=rng.uniform(1e-5, 1e-3),
     )
 
 
@@ -162,6 +178,8 @@ def drawn_tiers(case: Case, *, has_disk: bool) -> Case:
     rng = random.Random(f"tiers {case.seed}")
     return replace(
         case,
+        # Of prompts that share a step, those for several decode workers end in nobody's order.
+        batch_tokens=int(case.num_decode > 1),
         # Mixed workers have answers beside, which leave no room for loads where many come.
         prompt_blocks=rng.choice([64, 80, 160]),
         rate=rng.choice([8.0, 20.0] if case.num_mixed else [15.0, 40.0, 150.0]),
@@ -221,17 +239,15 @@ class Truth(NamedTuple):
 
 
 def on_the_mesh(case: Case) -> Truth:
-    """Run it with every byte, under virtual time. Messages and frames take none, and prompts share
-    no step: of what happens in one instant nobody knows the order."""
+    """Run it with every byte, under virtual time."""
     asked = case.requests
     # One that is planned ahead may have its next block a step sooner: the same times, but not the
     # same reports.
-    # A frame is all layers of a span there and one layer of it in the simulator: nobody may wait
-    # for a slot.
     both: dict[str, Any] = {
         "max_running": MAX_RUNNING,
+        "batch_tokens": case.batch_tokens,
         "look_ahead": False,
-        "staging_mib": 128,
+        "staging_mib": STAGING_MIB,
         "cache_policy": case.cache_policy,
         "dram_cache": case.dram_slots * BLOCK_BYTES,
     }
@@ -254,13 +270,14 @@ def on_the_mesh(case: Case) -> Truth:
                 "max_wait_s": MAX_WAIT_S,
                 "max_pending_tokens": case.max_pending_tokens,
             },
-            prefill={**both, "batch_tokens": 1, **prompts},
+            prefill={**both, **prompts},
             decode=both,
         ) as mesh:
             for _ in range(case.num_mixed):
                 await mesh.start_worker("decode", colocated=True, **both, **prompts)
             await mesh.ready()
-            mesh.fabric.settings = LoopbackSettings(latency_s=0.0, bytes_per_s=0)
+            mesh.fabric.settings = LoopbackSettings(latency_s=case.link_s, eager_bytes=1 << 30)
+            mesh.network.fabric.latency = case.latency
             loop = asyncio.get_running_loop()
             await asyncio.sleep(SETTLED_S)
             start = loop.time()
@@ -332,9 +349,12 @@ def simulated(case: Case, truth: Truth, *, skips: bool) -> Outcome:
         num_blocks=case.num_blocks,
         max_running=MAX_RUNNING,
         token_budget=STEP_TOKENS,
-        batch_tokens=1,
+        batch_tokens=case.batch_tokens,
+        link_s=case.link_s,
         tbt_target_s=0.05,
-        num_slots=64,
+        num_slots=STAGING_MIB * MIB // DEFAULT_MAX_FRAME_BYTES,
+        frame_bytes=DEFAULT_MAX_FRAME_BYTES,
+        group_bytes=DEFAULT_GROUP_BYTES,
         tiers=tuple(
             TierSize(kind, num_slots * BLOCK_BYTES, BLOCK_BYTES / block_s)
             for kind, num_slots, block_s in case.tiers
@@ -351,7 +371,7 @@ def simulated(case: Case, truth: Truth, *, skips: bool) -> Outcome:
         max_waiting=case.places,
         max_wait_s=MAX_WAIT_S,
         max_pending_tokens=case.max_pending_tokens,
-        wire_s=0.0,
+        wire_s=case.wire_s,
         skips=skips,
     )
     prompt_size = replace(size, num_blocks=case.prompt_blocks or size.num_blocks)
@@ -364,7 +384,7 @@ def simulated(case: Case, truth: Truth, *, skips: bool) -> Outcome:
     ]
     told = [recorded(level) for level in levels]
     for member, reported_at in zip(mesh.members.values(), truth.reported, strict=True):
-        mesh.clock.at(reported_at, member.reporter.report)
+        mesh.clock.at(reported_at - case.wire_s, member.reporter.report)
     mesh.clock.at(truth.start, lambda: None)
     mesh.run(lambda: mesh.clock.now >= truth.start)
     answers = run_open_loop(mesh, case.requests)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import heapq
+import itertools
 import math
 import random
 import selectors
@@ -57,12 +59,31 @@ class _JumpingSelector(selectors.BaseSelector):
         self._inner.close()
 
 
+class _Timer(asyncio.TimerHandle):
+    """Of equal times the one that was set first comes first, as bytes of one connection do."""
+
+    number: int
+
+    def __lt__(self, other: Any) -> bool:
+        return (self.when(), self.number) < (other.when(), other.number)
+
+
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """``time()`` is virtual and starts at 0; sockets and threads are not meant for it."""
 
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()
         super().__init__(self._jumping)
+        self._numbers = itertools.count()
+
+    def call_at(
+        self, when: float, callback: Callable[..., object], *args: Any, context: Any = None
+    ) -> asyncio.TimerHandle:
+        timer = _Timer(when, callback, args, self, context)
+        timer.number = next(self._numbers)
+        heapq.heappush(self._scheduled, timer)
+        timer._scheduled = True
+        return timer
 
     def time(self) -> float:
         return self._jumping.now

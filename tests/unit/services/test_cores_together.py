@@ -219,14 +219,15 @@ def test_workers_full_of_prompts_that_wait_for_each_other_go_on(
     """Computed prompts fill both. With memory for two, what comes free takes the other's KV; with
     memory for one the newest gives way after two seconds, and is tried again."""
     mesh = core_mesh(policy="splitwise", num_blocks=num_blocks, max_running=num_answers)
-    for role in ("prefill", "decode"):
-        mesh.start(role, serves_both=True)
+    workers = [mesh.start(role, serves_both=True) for role in ("prefill", "decode")]
     mesh.settle()
     mesh.router.policy = ThereAndBack()
     prompts = [tuple(range(number, number + 60)) for number in range(num_answers)]
-    answers = [
-        mesh.ask(tuple(it % MODEL.vocab_size for it in prompt), max_tokens=8) for prompt in prompts
-    ]
+    answers: list[CoreAnswer] = []
+    for prompt in prompts:
+        answers.append(mesh.ask(tuple(it % MODEL.vocab_size for it in prompt), max_tokens=8))
+        if len(answers) == 2:  # before others, for whom all room would be promised
+            mesh.run(lambda: all(it.work.num_steps for it in workers))
     mesh.run(over(*answers))
     for answer in answers:
         require_exact(answer, max_tokens=8)

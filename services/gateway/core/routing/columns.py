@@ -22,6 +22,9 @@ from shared.ids import Incarnation
 
 Mask = NDArray[np.bool_]
 
+ROUNDING = 1e-9
+"""Share by which what workers measure of equal steps differs."""
+
 _NO_FIT = (np.nan,) * 3
 _ONE_STEP = float(1 << 40)
 """Tokens of a step where its worker names no limit."""
@@ -183,7 +186,7 @@ class Side:
     @staticmethod
     def lowest(bounds: Column, scores: Column, most: int) -> list[int]:
         """Return the places of the few lowest bounds below the least score."""
-        places = (bounds < least(scores)).nonzero()[0]
+        places = (bounds < least(scores) * (1.0 - ROUNDING)).nonzero()[0]
         if len(places) > most:
             places = places[bounds[places].argsort(kind="stable")[:most]]
         return places.tolist()

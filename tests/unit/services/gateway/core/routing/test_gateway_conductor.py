@@ -166,6 +166,18 @@ def test_a_worker_that_loads_does_not_fetch() -> None:
     assert decide(table, {1: Hit(100, 50, 50), 2: 900}).fetch is None
 
 
+def test_a_rounding_of_what_equal_workers_measured_is_no_gain() -> None:
+    """A fetch that would be no sooner than the best is not weighed for the last digits of a fit."""
+    table = a_known_mesh([0.0, 0.0])
+    first = table.all(Role.PREFILL)[0]
+    for times in (1.0, 1.0 - 1e-12):
+        fit = first.status.prompt_steps
+        fit = fit._replace(constant_s=times * fit.constant_s, token_s=times * fit.token_s)
+        table.report(first, replace(first.status, prompt_steps=fit), 0.0)
+        found = decide(table, {1: 100, 2: 900})
+        assert [it.fetch for it in found.scores.terms] == [0.0, 0.0]
+
+
 def test_what_the_source_is_sending_counts_and_what_was_measured() -> None:
     """A busy link makes a fetch later; what fetches took over a pair is believed more than its
     speed."""
