@@ -42,6 +42,9 @@ StreamId = NewType("StreamId", int)
 """Names one (request, attempt) within one gateway-worker session; made by the gateway, never
 reused."""
 
+NO_ORDER = StreamId(0)
+"""Nobody's."""
+
 RandomBytes = Callable[[int], bytes]
 """``os.urandom`` in production, ``random.Random(seed).randbytes`` under simulation."""
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shared.home import Role
-from shared.ids import Incarnation, StreamId
+from shared.ids import NO_ORDER, Incarnation, StreamId
 from shared.predict.step_time import NO_FIT, StepFit
 
 REPORT_S = 0.5
@@ -42,7 +42,7 @@ class WorkerStatus:
     announced to others and not acknowledged. first_gateway: the lowest of the gateways that it has
     joined, num_gateways: how many, 0 = it does not say. num_taken: prompts that it was sent, by all
     of them. dram_token_s, ssd_token_s: seconds that a token's KV takes from there back into the
-    pool, 0 = unknown. seen: by session, the last order of the gateway it is told to that it counts.
+    pool, 0 = unknown. seen: the last order of the gateway it is told to that it counts, 0 = none.
     """
 
     pending_tokens: int = 0
@@ -72,7 +72,7 @@ class WorkerStatus:
     num_taken: int = 0
     dram_token_s: float = 0.0
     ssd_token_s: float = 0.0
-    seen: Mapping[Role, StreamId] = field(default_factory=dict[Role, StreamId])
+    seen: StreamId = NO_ORDER
 
     def prompt_s(self, num_tokens: int, num_cached: int) -> float:
         """Predict how long a prompt takes alone; its last token is computed, cached or not."""

@@ -78,7 +78,7 @@ LEFT = "left"
 
 
 class Member:
-    """A worker with one session in a gateway's table."""
+    """A worker in a gateway's table."""
 
     def __init__(self) -> None:
         model = ModelSpec(name="any", fingerprint=b"", vocab_size=1, max_model_len=1, dtype="")
@@ -105,7 +105,7 @@ class Member:
     def key(self) -> str:
         """Two members with one key have one future."""
         worker = self.worker
-        return f"{self.state} {worker.sessions} {worker.silent} {worker.status.is_draining}"
+        return f"{worker.is_connected} {worker.is_silent} {worker.status.is_draining} {self.state}"
 
 
 def worker_moves() -> Moves:
@@ -113,10 +113,10 @@ def worker_moves() -> Moves:
     return explore(
         Member(),
         (
-            Event("session up", lambda member: _told(member, member.worker.sessions.add)),
-            Event("session lost", lambda member: _told(member, member.worker.sessions.discard)),
-            Event("silent", lambda member: _heard_of(member, member.worker.silent.add)),
-            Event("heard", lambda member: _heard_of(member, member.worker.silent.discard)),
+            Event("session up", lambda member: _told(member, True)),
+            Event("session lost", lambda member: _told(member, False)),
+            Event("silent", lambda member: _heard_of(member, True)),
+            Event("heard", lambda member: _heard_of(member, False)),
             Event("reports that it drains", _drains),
             Event("registration ended", _leaves),
         ),
@@ -126,18 +126,16 @@ def worker_moves() -> Moves:
     )
 
 
-def _told(member: Member, tell: Callable[[Role], None]) -> None:
-    before = len(member.worker.sessions)
-    tell(Role.DECODE)
-    member.worker.silent.clear()
-    if member.state == LEFT or len(member.worker.sessions) == before:
+def _told(member: Member, is_connected: bool) -> None:
+    before, member.worker.is_connected = member.worker.is_connected, is_connected
+    member.worker.is_silent = False
+    if member.state == LEFT or is_connected is before:
         raise LocalProtocolError("it changed nothing")
 
 
-def _heard_of(member: Member, tell: Callable[[Role], None]) -> None:
-    before = member.key
-    tell(Role.DECODE)
-    if member.state == LEFT or not member.worker.sessions or member.key == before:
+def _heard_of(member: Member, is_silent: bool) -> None:
+    before, member.worker.is_silent = member.worker.is_silent, is_silent
+    if member.state == LEFT or not member.worker.is_connected or is_silent is before:
         raise LocalProtocolError("only a session that is up tells")
 
 

@@ -31,7 +31,7 @@ from services.planner.core.kv_size import PUBLISHED
 from services.planner.core.roofline import DEVICES
 from services.sim.clock import WIRE_S, EventClock
 from shared.errors import InvariantViolated
-from shared.ids import Incarnation, StreamId
+from shared.ids import NO_ORDER, Incarnation, StreamId
 from shared.kv.events import KvEvent
 from shared.kv.journal import Journal, KvChanges
 from shared.kv.layout import KvLayout
@@ -72,8 +72,6 @@ DECODE = Incarnation(1 << 32)
 
 START_S = 2.0
 """When a run's first second begins: all gateways know all workers."""
-
-_NO_ORDER = StreamId(0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -364,7 +362,7 @@ class PrefillWorker:
             "egress_bytes": self._egress_bytes,
         }
         for gateway in gateways:
-            status = WorkerStatus(**load, seen={Role.PREFILL: self._seen.get(gateway, _NO_ORDER)})
+            status = WorkerStatus(**load, seen=self._seen.get(gateway, NO_ORDER))
             changes = None
             if self._told.get(gateway) != self._num_changes:
                 changes = self.journal.report(gateway)
@@ -403,7 +401,7 @@ class Gateway:
             worker = Worker(
                 role=role, incarnation=incarnation, host="", port=1, model=MODEL, layout=LAYOUT,
                 num_blocks=setting.num_blocks if role is Role.PREFILL else 1 << 40,
-                block_size=BLOCK_TOKENS, sessions={role},
+                block_size=BLOCK_TOKENS, is_connected=True,
             )  # fmt: skip
             self.table.join(worker)
             if role is Role.PREFILL and self.router.prefixes is not None:
@@ -441,7 +439,7 @@ class Gateway:
         now, prefill = self._clock.now, prompt.decision.prefill
         worker, expectations = self._worker(prefill), self.router.expectations
         self._open[prefill].remove(prompt)
-        worker.ended(Role.PREFILL, prompt.stream_id)
+        worker.ended(prompt.stream_id)
         ttft_s = now - START_S - prompt.ask.due_s
         self.done.append((prompt, ttft_s))
         expectations.ended(prompt.ask.num_input, prompt.ask.num_output)

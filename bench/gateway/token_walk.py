@@ -14,9 +14,9 @@ import asyncio
 import gc
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 import uvloop
@@ -25,7 +25,6 @@ from prometheus_client import CollectorRegistry
 from services.gateway.core.admission.admission import Admission
 from services.gateway.core.admission.overload import Overload, OverloadMode
 from services.gateway.core.lifecycle import Leg
-from services.gateway.core.worker import Role
 from services.gateway.front.answers import Choice, open_answers
 from services.gateway.http.answering import _Chunks
 from services.gateway.http.openai_answers import AnswerHead, CompletionFormat
@@ -100,9 +99,8 @@ class Walk:
         self.num_answers = num_answers
         self._ids = range(num_answers)
         self._words = [at for at in range(2000) if self.text.piece(at).text[1:].isalpha()]
-        self._session = WorkerSession(
-            NOBODY, Role.DECODE, NOBODY, Incarnation(1), lambda: None, Counter()
-        )
+        worker = SimpleNamespace(model=SimpleNamespace(vocab_size=1 << 20))
+        self._session = WorkerSession(cast("Any", worker), NOBODY, Incarnation(1), lambda: None)
         watchers = (AnswerMetrics(CollectorRegistry()),)
         self._delivery = Delivery(watchers)
         self._watchers = watchers
@@ -145,7 +143,7 @@ class Walk:
         self._session._legs[stream_id] = LegShell(shell, 0, Leg.WHOLE, self._session)
         return shell
 
-    def step(self) -> wire.DecodeEvent:
+    def step(self) -> wire.WorkerEvent:
         """Return the message of the next step."""
         position, self._position = self._position, self._position + 1
         count = len(self._ids)
@@ -155,11 +153,11 @@ class Walk:
             stream_ids=pack_u32(self._ids), indices=pack_u32([position] * count),
             token_ids=pack_u32(token_ids), finish_reasons=pack_u8([0] * count),
         )  # fmt: skip
-        return wire.DecodeEvent(tokens=tokens)
+        return wire.WorkerEvent(tokens=tokens)
 
-    def arrive(self, step: wire.DecodeEvent) -> None:
+    def arrive(self, step: wire.WorkerEvent) -> None:
         """The worker says this."""
-        self._session._on_decode_event(step)
+        self._session._on_event(step)
 
     async def deliver(self) -> None:
         """Give the loop the turns that it takes."""

@@ -113,7 +113,7 @@ def a_table(num_side: int, *, is_busy: bool) -> PeerTable:
         role = wire.Role.PREFILL if is_prefill else wire.Role.DECODE
         incarnation = idx + 1 if is_prefill else decodes[idx - num_side]
         worker = read_announcement(announcement(role, incarnation), "here")
-        worker.sessions.add(worker.role)
+        worker.is_connected = True
         table.join(worker)
         status = WorkerStatus(
             pending_tokens=source.randrange(20_000) if is_busy else 0,
@@ -239,7 +239,7 @@ class Live:
         turn = self._turn = self._turn + 1
         if self._last is not None:
             for worker in self._last:
-                worker.ended(worker.role, StreamId(turn - 1))
+                worker.ended(StreamId(turn - 1))
         prefill, decode = map(self._table.get, (decision.prefill, decision.decode))
         assert prefill is not None
         assert decode is not None
@@ -271,7 +271,7 @@ def a_router(policy: str, num_side: int) -> Router:
         role = wire.Role.PREFILL if is_prefill else wire.Role.DECODE
         incarnation = idx + 1 if is_prefill else decodes[idx - num_side]
         worker = read_announcement(announcement(role, incarnation), "here")
-        worker.sessions.add(worker.role)
+        worker.is_connected = True
         table.join(worker)
         others = decodes if is_prefill else [Incarnation(it + 1) for it in range(num_side)]
         fit = StepFit(
@@ -494,7 +494,7 @@ async def _settled(members: Membership, reporters: list[Reporter]) -> None:
     while len(members.table) < len(reporters):
         await asyncio.sleep(0)
     for session in members.sessions.values():
-        session.worker.sessions.add(session.worker.role)
+        session.worker.is_connected = True
     for stream in reporters:
         stream.send_one()
     for _ in range(10):

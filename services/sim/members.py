@@ -28,7 +28,7 @@ from services.sim.reports import Reporter, status_of
 from services.sim.worker import CoreWorker
 from shared.errors import MeshError, WorkerLost
 from shared.home import Home
-from shared.ids import Incarnation, StreamId
+from shared.ids import NO_ORDER, Incarnation, StreamId
 from shared.kv.journal import KvChanges
 from shared.kv.layout import KvLayout
 from shared.kv.prefix_hash import UNIT
@@ -53,7 +53,7 @@ class Member:
     home: Home
     joined_at: float
     rule: LivenessRule
-    has_heard: dict[Role, StreamId] = field(default_factory=dict[Role, StreamId])
+    has_heard: StreamId = NO_ORDER
     silent_at: float = math.inf
     reporter: Reporter = field(init=False)
 
@@ -168,7 +168,7 @@ class Members(ABC):
                 self._pair(member.core, other.core)
         self.members[core.incarnation] = member
         self.table.join(worker)
-        worker.sessions.update(worker.serves)
+        worker.is_connected = True
         if self.router.prefixes is not None and self.router.prefixes.joined(worker):
             self._ask_prefixes()
         for it in self.members.values():
@@ -253,7 +253,7 @@ class Members(ABC):
         self._look_at_homes(worker)
 
     def _suspect(self, member: Member) -> None:
-        member.worker.silent.update(member.worker.serves)
+        member.worker.is_silent = True
         self.table.note_usability()
         self._look_again()
 
@@ -261,8 +261,7 @@ class Members(ABC):
         error = WorkerLost("it has been silent for too long")
         # First: who fails over must not find it in the table.
         self._forget(member)
-        for role in member.worker.serves:
-            member.worker.lost(role)
+        member.worker.lost()
         self._lost(member, error)
         self._unpair(member, error)
 

@@ -283,7 +283,7 @@ class CoreMesh(Members):
             answer.legs[leg] = SentLeg(incarnation, stream_id, key)
             self._by_stream[stream_id] = (answer, send.attempt, leg)
             member.worker.ordered(
-                _side(leg),
+                Role.PREFILL if leg is Leg.PREFILL else Role.DECODE,
                 stream_id,
                 len(send.token_ids),
                 computes=leg is not Leg.DECODE,
@@ -293,7 +293,7 @@ class CoreMesh(Members):
 
             def arrive(member: Member = member, order: Order = order, leg: Leg = leg) -> None:
                 if member.core.is_alive:
-                    member.has_heard[_side(leg)] = order.stream_id
+                    member.has_heard = order.stream_id
                     member.core.take(TASKS[leg], order)
 
             self.clock.send(arrive)
@@ -389,7 +389,7 @@ class CoreMesh(Members):
                 assert word.token is not None
                 new = word.token
                 if word.what == "first":
-                    worker.computed(_side(leg), word.stream_id)
+                    worker.computed(word.stream_id)
                     answer.computed = answer.computed or word.prompt
                     if not new.finish_reason and self._is_refused_now(answer):
                         return
@@ -426,7 +426,7 @@ class CoreMesh(Members):
         if found is not None:
             answer, _, leg = found
             worker = self.members[answer.legs[leg].worker].worker
-            worker.ended(_side(leg), stream_id)
+            worker.ended(stream_id)
 
     # --- looking at it ----------------------------------------------------------------------------
 
@@ -434,7 +434,7 @@ class CoreMesh(Members):
     def is_idle(self) -> bool:
         """Whether nothing is held anywhere, neither at the gateway nor at a worker that lives."""
         alive = [member for member in self.members.values() if member.core.is_alive]
-        has_orders = any(any(it.worker.orders.values()) for it in alive)
+        has_orders = any(it.worker.orders for it in alive)
         is_busy = self._answers or self._by_stream or has_orders
         return not is_busy and all(it.core.is_idle for it in alive)
 
@@ -443,7 +443,3 @@ class CoreMesh(Members):
         for member in self.members.values():
             if member.core.is_alive:
                 member.core.check()
-
-
-def _side(leg: Leg) -> Role:
-    return Role.PREFILL if leg is Leg.PREFILL else Role.DECODE

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from services.gateway.core.index.prefixes import PrefixReports
-from services.gateway.core.worker import Role, WorkerStatus
+from services.gateway.core.worker import WorkerStatus
 from services.sim.worker import CoreWorker
 from shared.home import Home
 from shared.ids import StreamId
@@ -90,9 +90,7 @@ class Reporter:
         return changes
 
 
-def status_of(
-    core: CoreWorker, home: Home, seen: dict[Role, StreamId], *, is_mixed: bool
-) -> WorkerStatus:
+def status_of(core: CoreWorker, home: Home, seen: StreamId, *, is_mixed: bool) -> WorkerStatus:
     """Return what a worker says of itself: see ``MeshWorker.load``. is_mixed: it is its own
     partner."""
     scheduled, leased = core.scheduler.statistics(), core.leases.statistics()
@@ -121,7 +119,7 @@ def status_of(
         answer_steps=answer_steps,
         speeds=core.ends.speeds,
         egress_bytes=core.ends.senders.pending_bytes,
-        seen=dict(seen),
+        seen=seen,
         dram_token_s=token_s.get(Tier.DRAM, 0.0),
         ssd_token_s=token_s.get(Tier.SSD, 0.0),
     )

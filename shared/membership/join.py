@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -29,7 +29,7 @@ from shared.errors import (
     without_frames,
 )
 from shared.home import Home, Role
-from shared.ids import Incarnation, MeshPeer, StreamId
+from shared.ids import NO_ORDER, Incarnation, MeshPeer, StreamId
 from shared.kv.journal import Journal
 from shared.kv.layout import KvLayout
 from shared.liveness import IDLE
@@ -37,7 +37,6 @@ from shared.messages import codec
 from shared.messages.kv_codec import kv_to_wire
 from shared.messages.status_codec import status_to_wire
 from shared.model_spec import ModelSpec
-from shared.rpc.gateway_session import check_hello
 from shared.rpc.methods import REGISTRY_JOIN
 from shared.rpc.network import Network
 from shared.rpc.stream import ClientStream, open_stream
@@ -104,7 +103,7 @@ class Registration:
         announcement: Announcement,
         load: Callable[[], WorkerStatus],
         journal: Journal,
-        seen: Callable[[Incarnation], Mapping[Role, StreamId]] = lambda _: {},
+        seen: Callable[[Incarnation], StreamId] = lambda _: NO_ORDER,
         on_peers: Callable[[Sequence[MeshPeer]], None] = lambda _: None,
         on_pair: Callable[[MeshPeer], None] = lambda _: None,
         on_drain: Callable[[], None] = lambda: None,
@@ -304,7 +303,7 @@ class Registration:
         if directive.refused is not None:
             # Only "incompatible" is for good; all else may pass (it drains, it starts).
             raise codec.error_from_wire(directive.refused)
-        return check_hello(directive.hello, wire.Role.GATEWAY)
+        return codec.gateway_of(directive.hello)
 
     async def _report(self, link: _Link, stream: ClientStream[Any, Any]) -> None:
         told, told_at = None, 0.0

@@ -40,7 +40,7 @@ from shared.version import VERSION
 
 Number = TypeVar("Number", int, float)
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 """Grows when a message changes its meaning; peers of different versions do not work together."""
 
 ROLES = {wire.Role.PREFILL: Role.PREFILL, wire.Role.DECODE: Role.DECODE}
@@ -114,6 +114,16 @@ def require_hello(hello: wire.Hello | None) -> wire.Hello:
             code="protocol_version",
         )
     return hello
+
+
+def gateway_of(hello: wire.Hello | None) -> Incarnation:
+    """Return the incarnation of a gateway that says hello.
+
+    Raises RemoteProtocolError, IncompatiblePeer: see ``require_hello``, or another role."""
+    greeting = require_hello(hello)
+    if greeting.role != wire.Role.GATEWAY:
+        raise RemoteProtocolError(f"expected a GATEWAY, not a {greeting.role!r}", param="role")
+    return Incarnation(greeting.incarnation)
 
 
 def own_hello(role: wire.Role, incarnation: Incarnation) -> wire.Hello:
@@ -252,9 +262,7 @@ def _bad_words(params: wire.SamplingParams) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(itertools.islice(ids, length)) for length in lengths)
 
 
-def salted_tokens(
-    message: wire.StartPrefill | wire.Reserve | wire.PullPrefix,
-) -> tuple[Sequence[int], bytes]:
+def salted_tokens(message: wire.WorkOrder | wire.PullPrefix) -> tuple[Sequence[int], bytes]:
     """Check and return a prompt's tokens, and its tenant's salt."""
     token_ids = unpack_u32(message.token_ids, name="token_ids")
     _require(0 < len(token_ids) <= MAX_TOKENS, f"must be 1..{MAX_TOKENS} tokens", "token_ids")
@@ -263,7 +271,7 @@ def salted_tokens(
     return token_ids, message.cache_salt
 
 
-def _work_item(message: wire.StartPrefill | wire.Reserve) -> WorkItem:
+def _work_item(message: wire.WorkOrder) -> WorkItem:
     token_ids, cache_salt = salted_tokens(message)
     return WorkItem(
         token_ids=tuple(token_ids),
@@ -281,15 +289,6 @@ def _trace_context(value: str) -> str:
     return value
 
 
-def start_prefill_from_wire(command: wire.StartPrefill) -> Order:
-    return _order(command, Incarnation(command.decode_incarnation) or None)
-
-
-def reserve_from_wire(command: wire.Reserve) -> Order:
-    wait_s = _seconds(command.wait_s, "wait_s")
-    return _order(command, Incarnation(command.prefill_incarnation))._replace(wait_s=wait_s)
-
-
 class _NamesTransfer(Protocol):
     request_id: bytes
     attempt: int
@@ -305,13 +304,14 @@ def key_of(message: _NamesTransfer) -> TransferKey:
     )
 
 
-def _order(command: wire.StartPrefill | wire.Reserve, peer: Incarnation | None) -> Order:
+def order_from_wire(command: wire.WorkOrder) -> Order:
     _within(command.attempt, 0, 1000, "attempt")
     return Order(
         stream_id=StreamId(command.stream_id),
         key=key_of(command),
         item=_work_item(command),
-        peer=peer,
+        peer=Incarnation(command.peer_incarnation) or None,
+        wait_s=_seconds(command.wait_s, "wait_s"),
         deadline_s=_seconds(command.deadline_s, "deadline_s") or None,
         trace_context=_trace_context(command.trace_context),
         prefix=_prefix(command.prefix, len(command.token_ids) // 4),

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from shared import wire
-from shared.home import Role
 from shared.ids import Incarnation, StreamId
 from shared.messages.codec import ROLES, fields_of, is_duration, role_to_wire
 from shared.messages.columns import pack_f32, pack_u64, unpack_f32, unpack_u64
 from shared.predict.step_time import NO_FIT, StepFit
 from shared.worker_status import WorkerStatus
-
-_NONE = StreamId(0)
 
 _SAME = (
     *("pending_tokens", "num_waiting", "num_running", "num_prompts", "num_answers", "num_taken"),
@@ -29,9 +25,8 @@ _TIMES = ("queue_s", "step_s", "dram_token_s", "ssd_token_s")
 """Likewise, but not believed unless something can take so long."""
 
 
-def status_to_wire(status: WorkerStatus, seen: Mapping[Role, StreamId]) -> wire.WorkerStatus:
-    """Pack a report. seen: of the gateway that it is for; orders that it does not name count as
-    not seen."""
+def status_to_wire(status: WorkerStatus, seen: StreamId) -> wire.WorkerStatus:
+    """Pack a report. seen: see ``WorkerStatus``, of the gateway that it is for."""
     # The same bytes as long as the same pairs are there: who reads them need not look again.
     paired = sorted(status.paired)
     return wire.WorkerStatus(
@@ -39,8 +34,7 @@ def status_to_wire(status: WorkerStatus, seen: Mapping[Role, StreamId]) -> wire.
         draining=status.is_draining,
         paired=pack_u64(paired),
         pair_speeds=pack_f32([status.speeds.get(it, 0.0) for it in paired]),
-        seen_prefill_id=seen.get(Role.PREFILL, _NONE),
-        seen_decode_id=seen.get(Role.DECODE, _NONE),
+        seen_id=seen,
         home=wire.Role.UNSPECIFIED if status.home is None else role_to_wire(status.home),
         prompt_steps=_fit_to_wire(status.prompt_steps),
         answer_steps=_fit_to_wire(status.answer_steps),
@@ -79,10 +73,7 @@ class StatusReader:
             prompt_steps=_fit_from_wire(status.prompt_steps),
             answer_steps=_fit_from_wire(status.answer_steps),
             speeds=self._speeds,
-            seen={
-                Role.PREFILL: StreamId(status.seen_prefill_id),
-                Role.DECODE: StreamId(status.seen_decode_id),
-            },
+            seen=StreamId(status.seen_id),
         )
 
 

@@ -27,18 +27,12 @@ class Method(Generic[Request, Reply]):
 
     @property
     def service(self) -> str:
-        """Full name of its service, e.g. ``pdmesh.v1.Decode``."""
+        """Full name of its service, e.g. ``pdmesh.v1.Worker``."""
         return self.path.split("/")[1]
 
 
-PREFILL_SESSION = Method(
-    "/pdmesh.v1.Prefill/Session",
-    Cardinality.STREAM_STREAM,
-    wire.PrefillCommand,
-    wire.PrefillEvent,
-)
-DECODE_SESSION = Method(
-    "/pdmesh.v1.Decode/Session", Cardinality.STREAM_STREAM, wire.DecodeCommand, wire.DecodeEvent
+WORKER_SESSION = Method(
+    "/pdmesh.v1.Worker/Session", Cardinality.STREAM_STREAM, wire.WorkerCommand, wire.WorkerEvent
 )
 TRANSFER_PAIR = Method(
     "/pdmesh.v1.Transfer/Pair", Cardinality.STREAM_STREAM, wire.PairMessage, wire.PairMessage

@@ -1,6 +1,6 @@
 """The server's side of a call: declarative servicers on raw grpclib streams.
 
-    service = Servicer(bind(DECODE_SESSION, decode.session))
+    service = Servicer(bind(WORKER_SESSION, worker.session))
     async with network.serve(address, [service]) as server: ...
 
 A handler gets a ``ServerStream`` and works in grpclib's task, so it only awaits work that our own

@@ -1,6 +1,6 @@
 """The client's side of a call: raw bidirectional streams, server streams and unary calls.
 
-    async with open_stream(channel, DECODE_SESSION) as stream:
+    async with open_stream(channel, WORKER_SESSION) as stream:
         await stream.send(command)
         event = await stream.receive()     # None when the server has ended well
 

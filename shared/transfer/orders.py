@@ -18,7 +18,7 @@ class PrefixAt(NamedTuple):
 
 
 class Order(NamedTuple):
-    """One attempt, as its worker is told of it (``StartPrefill``, ``Reserve``).
+    """One attempt, as its worker is told of it.
 
     peer: the worker at the other end of its KV; of a prompt None = no KV is pushed. wait_s: how
     long a reservation may wait for blocks. deadline_s: seconds left, None = no limit.

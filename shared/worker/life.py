@@ -16,12 +16,11 @@ from shared.config import WorkerConfig
 from shared.engine.base import Engine
 from shared.engine.worker import ComputeRunner
 from shared.home import Home, Role
-from shared.ids import Incarnation, MeshPeer, StreamId
+from shared.ids import Incarnation, MeshPeer
 from shared.kv.journal import Journal
 from shared.kv.pool import BlockPool
 from shared.membership.join import Announcement, Registration, advertised
 from shared.rpc.call_server import CallServer
-from shared.rpc.gateway_session import GatewaySessions
 from shared.rpc.service import Servicer
 from shared.runtime.loops import serve_until_stopped
 from shared.runtime.platform import Platform
@@ -32,6 +31,7 @@ from shared.telemetry.loop_lag import watch_loop_lag
 from shared.telemetry.process import register_process_metrics
 from shared.telemetry.worker import WorkerMetrics
 from shared.transport.base import Transport
+from shared.worker.door import Door
 from shared.worker_status import WorkerStatus
 
 FLUSH_S = 1.0
@@ -52,7 +52,7 @@ class WorkerParts:
     """
 
     servicers: Sequence[Servicer]
-    sessions: Sequence[GatewaySessions]
+    door: Door
     metrics: WorkerMetrics
     load: Callable[[], WorkerStatus]
     loops: Sequence[Loop]
@@ -128,7 +128,7 @@ class WorkerLife:
                     serves=self._serves,
                 ),
                 load=parts.load,
-                seen=self._seen,
+                seen=parts.door.seen,
                 on_peers=parts.on_peers,
                 on_pair=parts.on_pair,
                 on_drain=stop.set,
@@ -144,8 +144,7 @@ class WorkerLife:
                 self._show_readiness()
 
             async def last_words() -> None:
-                for sessions in parts.sessions:
-                    await sessions.flush(FLUSH_S)
+                await parts.door.flush(FLUSH_S)
                 if parts.load().is_draining:
                     await registration.leave(FLUSH_S)
 
@@ -167,9 +166,6 @@ class WorkerLife:
                 drain=parts.drain,
                 last_words=last_words,
             )
-
-    def _seen(self, gateway: Incarnation) -> dict[Role, StreamId]:
-        return {each.role: each.seen(gateway) for each in self._parts.sessions}
 
     def _why_not_ready(self) -> str:
         if self._registration is None:

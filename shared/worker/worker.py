@@ -37,7 +37,7 @@ from shared.worker.arenas import Arena, DramArena
 from shared.worker.core.lease import LeasePolicy
 from shared.worker.core.leases import Leases
 from shared.worker.disk_arena import DiskArena
-from shared.worker.doors import AnswerDoor, Door, PromptDoor
+from shared.worker.door import Door
 from shared.worker.launch import LaunchProfile
 from shared.worker.life import WorkerLife, WorkerParts, devices, pool_and_scheduler
 from shared.worker.pairs import PairTable
@@ -83,7 +83,7 @@ class MeshWorker:
         self.receiver: KvReceiver | None = None
         self.prefix_source: PrefixSource | None = None
         self.tiers: TierMoves | None = None
-        self.doors: list[Door] = []
+        self.door: Door
 
     def _open_metrics(self) -> None:
         """What a worker never does is counted, too, but nobody asks for the numbers."""
@@ -122,8 +122,6 @@ class MeshWorker:
             self.prompt_metrics.pairs = self.pairs.statistics
             with contextlib.ExitStack() as stack:
                 loops = [self.stepper.run, self.requests.run, self.pairs.run]
-                servicers = [door.servicer for door in self.doors]
-                servicers.append(self.pairs.servicer)
                 if self.tiers is not None:
                     stack.enter_context(contextlib.closing(self.tiers))
                     loops.append(self.tiers.run)
@@ -134,8 +132,8 @@ class MeshWorker:
                     await self.receiver.open()
                     loops.append(self.receiver.run)
                 parts = WorkerParts(
-                    servicers=servicers,
-                    sessions=self.doors,
+                    servicers=[self.door.servicer, self.pairs.servicer],
+                    door=self.door,
                     metrics=metrics,
                     load=self.load,
                     journal=self.journal,
@@ -219,6 +217,7 @@ class MeshWorker:
             on_step=self.step_times.learn,
             look_ahead=config.look_ahead,
         )
+        self.door = Door(self.requests, self.launch.home, self.incarnation, on_silent=life.rejoin)
         shares, mib = config.share_prefixes, config.staging_mib
         if self.launch.pushes or shares:
             self.pusher = Pusher(
@@ -233,8 +232,6 @@ class MeshWorker:
                 self.pool, self.pusher, self.requests.blocks_freed, shares=shares
             )
             self.pusher.on_pull = self.prefix_source.pulled
-        if self.launch.pushes:
-            self._open_door(PromptDoor)
         if self.launch.receives or shares:
             self.receiver = KvReceiver(
                 engine=engine,
@@ -244,8 +241,6 @@ class MeshWorker:
                 random_bytes=self._platform.random_bytes,
                 num_slots=slots_of_a_way(mib, for_prefixes=not self.launch.receives),
             )
-        if self.launch.receives:
-            self._open_door(AnswerDoor)
         prefixes: PrefixFetches | TierMoves | None = self._share_prefixes() if shares else None
         has_tiers = config.dram_cache or config.ssd_cache is not None
         if has_tiers and (self.launch.pushes or self.launch.is_mixed):  # it has prompts
@@ -305,9 +300,6 @@ class MeshWorker:
             on_blocks=self.requests.blocks_freed,
             on_end=self.stepper.changed,
         )
-
-    def _open_door(self, kind: type[Door]) -> None:
-        self.doors.append(kind(self.requests, self.incarnation, on_silent=self._life.rejoin))
 
     def _set_home(self, order: Home) -> None:
         before = self.home
@@ -379,7 +371,7 @@ class MeshWorker:
             transfers += into.num_waiting + into.num_live + into.num_settling
             free_slots += into.num_free_slots
         return WorkerHoldings(
-            sessions=sum(map(len, self.doors)),
+            sessions=len(self.door.sessions),
             endpoints=transport.num_endpoints,
             transfers=transfers,
             free_slots=free_slots,

@@ -22,7 +22,7 @@ from tests.support.echo_service import EchoService, echo_server
 
 GENERATE = "/pdmesh.v1.Inference/Generate"
 TOKENIZE = "/pdmesh.v1.Inference/Tokenize"
-SESSION = "/pdmesh.v1.Decode/Session"
+SESSION = "/pdmesh.v1.Worker/Session"
 LIMIT_S = 30.0
 
 
@@ -68,9 +68,9 @@ async def test_unary_and_streams(served: tuple[EchoService, CallServer]) -> None
         assert [message.first_index for message in call] == list(range(500))
         assert dict(call.trailing_metadata())["pdmesh-receipt"] == '{"ttft_s":1}'
 
-        session = channel.stream_stream(SESSION, bytes, wire.DecodeEvent.parse)
-        commands: Iterator[wire.DecodeCommand] = (
-            wire.DecodeCommand(reserve=wire.Reserve(stream_id=number)) for number in range(50)
+        session = channel.stream_stream(SESSION, bytes, wire.WorkerEvent.parse)
+        commands: Iterator[wire.WorkerCommand] = (
+            wire.WorkerCommand(order=wire.WorkOrder(stream_id=number)) for number in range(50)
         )
         granted = [event.granted for event in session(commands, timeout=LIMIT_S)]
         assert [grant.stream_id for grant in granted if grant is not None] == list(range(50))
@@ -169,7 +169,7 @@ async def test_health_follows_readiness(served: tuple[EchoService, CallServer]) 
     """The standard health service speaks for the process and for each service; unknown ones are
     NOT_FOUND."""
     server = served[1]
-    names = ("pdmesh.v1.Inference", "pdmesh.v1.Decode", "pdmesh.v1.Nothing")
+    names = ("pdmesh.v1.Inference", "pdmesh.v1.Worker", "pdmesh.v1.Nothing")
     good = {"": "SERVING", names[0]: "SERVING", names[1]: "SERVING", names[2]: "NOT_FOUND"}
     assert (await probe(server, *names))["health"] == good
     server.set_ready(False)
@@ -188,7 +188,7 @@ async def test_health_follows_readiness(served: tuple[EchoService, CallServer]) 
 async def test_reflection_describes_every_service(served: tuple[EchoService, CallServer]) -> None:
     """Reflection lists our services and hands out descriptors that suffice to make a call."""
     found = await probe(served[1])
-    assert {"pdmesh.v1.Inference", "pdmesh.v1.Decode"} <= set(found["services"])
+    assert {"pdmesh.v1.Inference", "pdmesh.v1.Worker"} <= set(found["services"])
     assert found["reflected"] == "abc"
 
 

@@ -40,7 +40,7 @@ class Reports:
             update(members, incarnation, status)
             worker = members.table.get(incarnation)
             if worker is not None:
-                self._check(members.sessions[incarnation, worker.role])
+                self._check(members.sessions[incarnation])
                 self.num_reports += 1
 
         send = WorkerSession.send
@@ -58,7 +58,7 @@ class Reports:
         status = worker.status
         num_tokens = num_blocks = 0
         for stream_id, leg in session._legs.items():
-            if stream_id <= status.seen.get(worker.role, 0):
+            if stream_id <= status.seen:
                 continue
             lifecycle = leg._request.lifecycle  # type: ignore[attr-defined]
             num_order = len(lifecycle.token_ids)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
@@ -23,7 +22,7 @@ from shared.request import (
 )
 from shared.schedule.plan import NewToken
 from shared.schedule.sequence import Sequence as TokenSequence
-from shared.worker.doors import SessionRequests
+from shared.worker.door import EVENT_BYTES, GatewaySession
 from tests.support.step_rows import step_tokens_from_wire
 from tests.support.virtual_loop import virtual_time
 from tests.support.worker_mesh import a_prompt, expected, worker_mesh
@@ -87,31 +86,31 @@ async def test_no_prompt_is_longer_than_its_order_holds() -> None:
     sampling = SamplingParams(
         logit_bias=tuple((i, 1.0) for i in range(1000)), stop_token_ids=tuple(range(1000))
     )
-    order = wire.StartPrefill(
+    order = wire.WorkOrder(
         token_ids=bytes(4 * codec.MAX_TOKENS),
         sampling=codec.sampling_to_wire(sampling),
         request_id=bytes(16),
         cache_salt=bytes(MAX_SALT_BYTES),
         lease_token=bytes(16),
     )
-    assert len(bytes(wire.PrefillCommand(start=order))) < MAX_MESSAGE_BYTES
+    assert len(bytes(wire.WorkerCommand(order=order))) < MAX_MESSAGE_BYTES
 
 
-class _Outbox:
+class _Outbox(GatewaySession):
     """A session that keeps what it is given."""
 
     def __init__(self) -> None:
-        self.events: list[wire.DecodeEvent] = []
+        self.events: list[wire.WorkerEvent] = []
         self.sizes: list[int] = []
 
-    def send(self, event: wire.DecodeEvent, num_bytes: int) -> None:
+    def send(self, event: wire.WorkerEvent, num_bytes: int = EVENT_BYTES) -> None:
         self.events.append(event)
         self.sizes.append(num_bytes)
 
 
 def _say(rows: Sequence[tuple[StreamId, NewToken]]) -> _Outbox:
-    outbox: Any = _Outbox()
-    SessionRequests(outbox, wire.DecodeEvent).step_tokens(rows)
+    outbox = _Outbox()
+    outbox.step_tokens(rows)
     return outbox
 
 

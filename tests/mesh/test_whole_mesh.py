@@ -686,7 +686,9 @@ async def test_a_session_that_falls_silent_after_another_took_its_place_costs_no
             lost = lost._transport
         lost._send = lambda _: None
         session._control.close(WorkerLost("for a test"))
-        await mesh.until(lambda: session._control is not None and len(worker.worker.doors[0]) == 2)
+        await mesh.until(
+            lambda: session._control is not None and len(worker.worker.door.sessions) == 2
+        )
         answer = await mesh.ask(a_prompt(40), 250)
         assert answer.token_ids == expected(a_prompt(40), 250)
         assert answer.receipt["attempts"] == 1

@@ -160,7 +160,7 @@ async def test_a_gateway_that_does_not_read_is_dropped_and_slows_nobody() -> Non
         request = mesh.start(a_prompt(10), sampling=many_bytes)
         other = mesh.start(prompt, 900, by=mesh.other_gateway, request_id=b"o" * 16)
         await request.until(lambda r: r.joined)
-        for opened in decode.worker.doors[0]._opened:
+        for opened in decode.worker.door.sessions:
             opened._max_outbox_bytes = 100_000
         session.may_read.clear()
         await mesh.other_gateway.until(lambda: decode.worker.requests.num_answers == 1)
@@ -420,11 +420,26 @@ async def test_a_broken_command_fails_its_request_not_its_session() -> None:
     """The gateway is told what is wrong with it."""
     async with worker_mesh() as mesh:
         request = mesh.start(a_prompt(10), 4, legs="")
-        start = wire.StartPrefill(stream_id=request.stream_id, request_id=b"short")
-        mesh.gateway.sessions[request.prefill].send(wire.PrefillCommand(start=start))
+        start = wire.WorkOrder(
+            stream_id=request.stream_id, role=wire.Role.PREFILL, request_id=b"short"
+        )
+        mesh.gateway.sessions[request.prefill].send(wire.WorkerCommand(order=start))
         with pytest.raises(RemoteProtocolError):
             await request.finished()
         assert mesh.gateway.sessions[request.prefill].is_open
+
+
+@virtual_time
+async def test_an_order_of_a_role_that_a_worker_does_not_have_fails_alone() -> None:
+    """All roles' orders come over one session."""
+    async with worker_mesh() as mesh:
+        decode, sampling = mesh.decodes[0].incarnation, SamplingParams(max_tokens=4)
+        request = mesh.gateway.start(
+            a_prompt(10), sampling, prefill=decode, decode=decode, legs="p"
+        )
+        with pytest.raises(RemoteProtocolError, match="computes no prompts"):
+            await request.finished()
+        assert mesh.gateway.sessions[decode].is_open
 
 
 @virtual_time
@@ -433,9 +448,9 @@ async def test_a_stream_id_in_use_ends_the_session() -> None:
     async with worker_mesh(timing=SLOW) as mesh:
         request = mesh.start(a_prompt(10), 50)
         await request.until(lambda r: r.joined)
-        again = wire.Reserve(stream_id=request.stream_id)
+        again = wire.WorkOrder(stream_id=request.stream_id)
         session = mesh.gateway.sessions[request.decode]
-        session.send(wire.DecodeCommand(reserve=again))
+        session.send(wire.WorkerCommand(order=again))
         await mesh.gateway.until(lambda: not session.is_open)
         assert isinstance(session.error, RemoteProtocolError)
 

@@ -427,14 +427,14 @@ async def test_roles_home_and_seen_orders_travel_with_announcement_and_status() 
             registration._announcement, serves=(Role.PREFILL, Role.DECODE)
         )
         client.load = WorkerStatus(num_prompts=2, num_answers=3, home=Role.DECODE, home_epoch=4)
-        seen = {0xA1: {Role.PREFILL: StreamId(7), Role.DECODE: StreamId(8)}}
-        registration._seen = lambda gateway: seen.get(gateway, {})
+        seen = {0xA1: StreamId(8)}
+        registration._seen = lambda gateway: seen.get(gateway, StreamId(0))
         await until(lambda: WORKER in gateway.status, gateway)
         assert gateway.workers[WORKER].serves == [wire.Role.PREFILL, wire.Role.DECODE]
         status = gateway.status[WORKER]
         assert (status.num_prompts, status.num_answers, status.home_epoch) == (2, 3, 4)
         assert status.home == wire.Role.DECODE
-        assert (status.seen_prefill_id, status.seen_decode_id) == (7, 8)
+        assert status.seen_id == 8
 
     await in_world(body)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import itertools
 import json
 import math
 import random
@@ -29,14 +30,13 @@ from shared.messages.columns import pack_u32, pack_u64
 from shared.request import SamplingParams
 from shared.rpc.methods import (
     CHANGE_ROLE,
-    DECODE_SESSION,
     GENERATE,
     LIST_MODELS,
     MESH_PROVE,
-    PREFILL_SESSION,
     REGISTRY_JOIN,
     TOKENIZE,
     TRANSFER_PAIR,
+    WORKER_SESSION,
     Method,
 )
 from shared.rpc.status import ERROR_TRAILER
@@ -78,11 +78,13 @@ class Target:
     def processes(self) -> list[ServiceProcess]:
         return [self.gateway, self.prefill, self.decode]
 
+    def __post_init__(self) -> None:
+        self.workers = itertools.cycle((self.prefill, self.decode))
+
     def address(self, method: Method[Any, Any]) -> Address:
-        """Where a method is served."""
+        """Where a method is served; of several workers the next one."""
         process, port = {
-            "Prefill": (self.prefill, "grpc_port"),
-            "Decode": (self.decode, "grpc_port"),
+            "Worker": (next(self.workers), "grpc_port"),
             "Transfer": (self.decode, "grpc_port"),
             "Registry": (self.gateway, "mesh_port"),
         }.get(method.service.rpartition(".")[2], (self.gateway, "grpc_port"))
@@ -369,19 +371,18 @@ def honest_calls() -> dict[str, list[list[Any]]]:
             wire.WorkerReport(announce=announce),
             wire.WorkerReport(status=wire.WorkerStatus(free_blocks=3, paired=pack_u64([5]))),
         ]],
-        PREFILL_SESSION.path: [[
-            wire.PrefillCommand(hello=hello(wire.Role.GATEWAY)),
-            wire.PrefillCommand(start=wire.StartPrefill(**work)),
-            wire.PrefillCommand(heartbeat=wire.Heartbeat()),
-            wire.PrefillCommand(cancel=wire.CancelPrefill(stream_id=1)),
-        ]],
-        DECODE_SESSION.path: [[
-            wire.DecodeCommand(hello=hello(wire.Role.GATEWAY)),
-            wire.DecodeCommand(
-                reserve=wire.Reserve(**work, wait_s=0.1, prefill_incarnation=0xBAD)),
-            wire.DecodeCommand(heartbeat=wire.Heartbeat()),
-            wire.DecodeCommand(cancel=wire.CancelDecode(stream_id=1)),
-        ]],
+        WORKER_SESSION.path: [
+            [
+                wire.WorkerCommand(hello=hello(wire.Role.GATEWAY)),
+                wire.WorkerCommand(order=wire.WorkOrder(**work, role=role, **more)),
+                wire.WorkerCommand(heartbeat=wire.Heartbeat()),
+                wire.WorkerCommand(cancel=wire.CancelOrder(stream_id=1)),
+            ]
+            for role, more in (
+                (wire.Role.PREFILL, {}),
+                (wire.Role.DECODE, {"wait_s": 0.1, "peer_incarnation": 0xBAD}),
+            )
+        ],
         TRANSFER_PAIR.path: [[
             wire.PairMessage(hello=pair),
             wire.PairMessage(open=wire.OpenTransfer(

@@ -101,7 +101,7 @@ class Pools:
             return all(it["pool"] == it["home"] for it in await self.workers_now())
 
         await self.mesh.until(is_nobody_mixed)
-        await self.mesh.home([self.gateway], self.workers, num_roles=2)
+        await self.mesh.home([self.gateway], self.workers)
 
 
 async def a_pool(mesh: ProcessMesh, *roles: str) -> Pools:

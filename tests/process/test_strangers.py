@@ -26,11 +26,10 @@ from shared.mesh_secret import MeshSecret, new_secret
 from shared.messages import codec
 from shared.messages.columns import pack_u32
 from shared.rpc.methods import (
-    DECODE_SESSION,
     MESH_PROVE,
-    PREFILL_SESSION,
     REGISTRY_JOIN,
     TRANSFER_PAIR,
+    WORKER_SESSION,
     Method,
 )
 from shared.rpc.network import Network
@@ -130,8 +129,8 @@ def announcement(port: int) -> wire.WorkerReport:
 
 FIRST_WORDS: list[tuple[str, Method[Any, Any], Any]] = [
     ("gateway", REGISTRY_JOIN, announcement(9)),
-    ("prefill", PREFILL_SESSION, wire.PrefillCommand(hello=hello(wire.Role.GATEWAY))),
-    ("decode", DECODE_SESSION, wire.DecodeCommand(hello=hello(wire.Role.GATEWAY))),
+    ("prefill", WORKER_SESSION, wire.WorkerCommand(hello=hello(wire.Role.GATEWAY))),
+    ("decode", WORKER_SESSION, wire.WorkerCommand(hello=hello(wire.Role.GATEWAY))),
     ("decode", TRANSFER_PAIR, wire.PairMessage(hello=wire.PairHello(
         hello=hello(wire.Role.PREFILL),
         model=codec.model_to_wire(fake_model().spec),
@@ -186,7 +185,7 @@ async def test_a_stranger_can_neither_join_nor_give_orders(
         await target.mesh.until(has_left)
 
 
-@pytest.mark.parametrize("method", [REGISTRY_JOIN, MESH_PROVE, PREFILL_SESSION, DECODE_SESSION])
+@pytest.mark.parametrize("method", [REGISTRY_JOIN, MESH_PROVE, WORKER_SESSION])
 async def test_the_clients_door_knows_no_workers(target: Target, method: Method[Any, Any]) -> None:
     """What only workers and gateways say to each other is not served where clients come."""
     words = announcement(9) if method is REGISTRY_JOIN else method.request_type()
@@ -301,7 +300,7 @@ async def test_no_acknowledgement_is_taken_from_who_took_decodes_address() -> No
     servicers = [
         hears(MESH_PROVE, lambda it: wire.Proof(hello=hello(wire.Role.DECODE), nonce=it.nonce)),
         hears(TRANSFER_PAIR, lambda _: wire.PairMessage(ack=wire.TransferAck(done=True))),
-        hears(DECODE_SESSION, lambda _: wire.DecodeEvent(hello=hello(wire.Role.DECODE))),
+        hears(WORKER_SESSION, lambda _: wire.WorkerEvent(hello=hello(wire.Role.DECODE))),
     ]
     async with process_mesh() as mesh:
         with mesh.explained():
@@ -401,10 +400,10 @@ async def test_two_meshes_on_one_host_and_a_gateway_with_the_wrong_secret() -> N
             for role in ROLES:
                 await theirs.add(role)
             await theirs.paired(gateways[1], 1)
-            orders = wire.DecodeCommand(hello=hello(wire.Role.GATEWAY))
+            orders = wire.WorkerCommand(hello=hello(wire.Role.GATEWAY))
             address = _local(workers[1].facts["grpc_port"])
             with pytest.raises(NotOfThisMesh):
-                await call(within(theirs.secret), address, DECODE_SESSION, orders)
+                await call(within(theirs.secret), address, WORKER_SESSION, orders)
             for mesh, gateway in zip((ours, theirs), gateways, strict=True):
                 gauges = await mesh.gauges(gateway)
                 assert [gauges[f"workers:{role}"] for role in ROLES] == [1, 1]

@@ -40,8 +40,7 @@ MESSAGES = sorted({t.__name__ for m in ALL_METHODS for t in (m.request_type, m.r
 CODEC = MessageCodec()
 
 READERS: dict[str, Callable[[Any], object]] = {
-    "StartPrefill": codec.start_prefill_from_wire,
-    "Reserve": codec.reserve_from_wire,
+    "WorkOrder": codec.order_from_wire,
     "SamplingParams": codec.sampling_from_wire,
     "KvLayout": codec.layout_from_wire,
     "ModelInfo": codec.model_from_wire,
@@ -170,7 +169,7 @@ def test_random_bytes_break_a_rule_or_nothing(name: str, data: bytes) -> None:
 def test_damaged_messages_break_a_rule_or_nothing(name: str, data: st.DataObject) -> None:
     """Well-formed messages with a few bytes changed never surprise a reader."""
     good: dict[str, Any] = {
-        "StartPrefill": wire.StartPrefill(
+        "WorkOrder": wire.WorkOrder(
             stream_id=1,
             request_id=bytes(16),
             token_ids=columns.pack_u32([1, 2, 3]),
@@ -225,7 +224,7 @@ def test_damaged_messages_break_a_rule_or_nothing(name: str, data: st.DataObject
     ],
 )
 def test_order_that_breaks_a_rule_names_the_field(field: str, value: Any) -> None:
-    """A prefill order with one wrong field is refused, and the error names the field."""
+    """An order with one wrong field is refused, and the error names the field."""
     fields: dict[str, Any] = {
         "stream_id": 1,
         "request_id": bytes(16),
@@ -234,9 +233,9 @@ def test_order_that_breaks_a_rule_names_the_field(field: str, value: Any) -> Non
         "sampling": codec.sampling_to_wire(SamplingParams()),
         "lease_token": bytes(16),
     }
-    assert codec.start_prefill_from_wire(wire.StartPrefill(**fields)).item.token_ids == (1, 2, 3)
+    assert codec.order_from_wire(wire.WorkOrder(**fields)).item.token_ids == (1, 2, 3)
     with pytest.raises(RemoteProtocolError) as caught:
-        codec.start_prefill_from_wire(wire.StartPrefill(**{**fields, field: value}))
+        codec.order_from_wire(wire.WorkOrder(**{**fields, field: value}))
     assert caught.value.param == field
 
 

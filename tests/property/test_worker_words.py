@@ -142,7 +142,7 @@ def test_what_it_reports_of_itself_is_weighed(name: str, data: st.DataObject) ->
     router = Router(POLICIES[name](), table, index_bytes=1 << 20)
     for number in (*PREFILLS, *DECODES):
         worker = a_worker(Role.PREFILL if number in PREFILLS else Role.DECODE, number)
-        worker.sessions.add(worker.role)
+        worker.is_connected = True
         table.join(worker)
     for number in (*PREFILLS, *DECODES):
         told = data.draw(statuses(DECODES if number in PREFILLS else ()))

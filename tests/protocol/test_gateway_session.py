@@ -15,10 +15,10 @@ from shared.http2.connection import ConnectionLimits
 from shared.ids import Incarnation, StreamId
 from shared.liveness import LivenessRule
 from shared.messages import codec
-from shared.rpc.gateway_session import GatewaySession, GatewaySessions
-from shared.rpc.methods import DECODE_SESSION
+from shared.rpc.methods import WORKER_SESSION
 from shared.rpc.stream import ClientStream, open_stream
 from shared.rpc.tcp import TcpNetwork
+from shared.worker.door import Door, GatewaySession
 from tests.support.echo_service import ANY_PORT, granted, reserve
 from tests.support.memory_network import MemoryNetwork
 from tests.support.virtual_loop import virtual_time
@@ -26,57 +26,39 @@ from tests.support.virtual_loop import virtual_time
 WINDOW_BYTES = 65_535
 
 
-class Host(GatewaySessions):
+class Host(Door):
     """A worker that does nothing but keep its sessions: ``until`` something has come of them."""
 
-    role = Role.DECODE
-    method = DECODE_SESSION
-    event = wire.DecodeEvent
-    orders = "reserve"
-
     def __init__(self, rule: LivenessRule) -> None:
-        super().__init__(Incarnation(9), rule=rule)
-        self.sessions: list[GatewaySession] = []
+        nobody: Any = None
+        super().__init__(nobody, Role.DECODE, Incarnation(9), on_silent=lambda _: None, rule=rule)
         self.num_commands = 0
-        self._news = asyncio.Event()
 
     async def until(self, condition: Callable[[], object]) -> None:
         while not condition():
-            self._news.clear()
-            await self._news.wait()
+            await asyncio.sleep(0.001)
 
-    def session_opened(self, session: GatewaySession) -> None:
-        self.sessions.append(session)
-        self._news.set()
-
-    def session_order(self, session: GatewaySession, order: Any) -> None:
+    def take(self, session: GatewaySession, order: wire.WorkOrder) -> None:
         del session, order
         self.num_commands += 1
-        self._news.set()
 
-    def session_cancel(self, session: GatewaySession, stream_id: StreamId) -> None:
+    def cancel(self, session: GatewaySession, stream_id: StreamId) -> None:
         del session, stream_id
         self.num_commands += 1
-        self._news.set()
-
-    def session_closed(self, session: GatewaySession, *, is_silent: bool) -> None:
-        del is_silent
-        self.sessions.remove(session)
-        self._news.set()
 
 
 PATIENT = LivenessRule(interval_s=5.0, suspect_after_s=10.0, dead_after_s=20.0)
 """In real time no heartbeat comes between the events of a test."""
 
 
-async def shake_hands(stream: ClientStream[wire.DecodeCommand, wire.DecodeEvent]) -> None:
+async def shake_hands(stream: ClientStream[wire.WorkerCommand, wire.WorkerEvent]) -> None:
     """Say hello, as a gateway does, and wait until the worker's is here."""
     hello = wire.Hello(
         protocol_version=codec.PROTOCOL_VERSION,
         role=wire.Role.GATEWAY,
         incarnation=7,
     )
-    await stream.send(wire.DecodeCommand(hello=hello))
+    await stream.send(wire.WorkerCommand(hello=hello))
     event = await stream.receive()
     assert event is not None
     assert event.hello is not None
@@ -95,7 +77,7 @@ async def test_an_event_is_on_its_way_when_send_returns(kind: Any) -> None:
         asyncio.timeout(20),
         network.serve(ANY_PORT, [host.servicer]) as server,
         network.channel(server.address) as channel,
-        open_stream(channel, DECODE_SESSION) as stream,
+        open_stream(channel, WORKER_SESSION) as stream,
     ):
         await shake_hands(stream)
         await stream.send(reserve(1))
@@ -104,7 +86,7 @@ async def test_an_event_is_on_its_way_when_send_returns(kind: Any) -> None:
         for number in range(3):
             session.send(granted(number))
             assert session._outbox_bytes == 0
-        large = wire.DecodeEvent(tokens=wire.StepTokens(token_ids=bytes(WINDOW_BYTES)))
+        large = wire.WorkerEvent(tokens=wire.StepTokens(token_ids=bytes(WINDOW_BYTES)))
         session.send(large, WINDOW_BYTES)
         session.send(granted(3))
         assert session._outbox_bytes > WINDOW_BYTES
@@ -126,11 +108,12 @@ async def test_the_last_order_that_the_host_has_heard_of_is_told() -> None:
         assert host.seen(Incarnation(1)) == 0
         async with (
             network.channel(server.address) as channel,
-            open_stream(channel, DECODE_SESSION) as stream,
+            open_stream(channel, WORKER_SESSION) as stream,
         ):
             await shake_hands(stream)
-            gateway = host.sessions[0].gateway
-            cancel = wire.DecodeCommand(cancel=wire.CancelDecode(stream_id=9))
+            (session,) = host.sessions
+            gateway = session.gateway
+            cancel = wire.WorkerCommand(cancel=wire.CancelOrder(stream_id=9))
             for command, seen in ((reserve(3), 3), (reserve(8), 8), (cancel, 8)):
                 num_before = host.num_commands
                 await stream.send(command)
@@ -149,7 +132,7 @@ async def test_heartbeats_and_what_comes_after_the_end_wait_for_nobody() -> None
     async with network.serve(ANY_PORT, [host.servicer]) as server:
         async with (
             network.channel(server.address) as channel,
-            open_stream(channel, DECODE_SESSION) as stream,
+            open_stream(channel, WORKER_SESSION) as stream,
         ):
             await shake_hands(stream)
             (session,) = host.sessions

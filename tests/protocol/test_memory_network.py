@@ -9,7 +9,7 @@ import pytest
 from shared import wire
 from shared.address import Address
 from shared.errors import DeadlinePassed, MeshError, WorkerLost
-from shared.rpc.methods import DECODE_SESSION, GENERATE, TOKENIZE
+from shared.rpc.methods import GENERATE, TOKENIZE, WORKER_SESSION
 from shared.rpc.stream import open_stream
 from tests.support.calls import call_server_stream, call_unary
 from tests.support.echo_service import EchoService, ask, echo_server, reserve
@@ -29,7 +29,7 @@ def test_a_day_of_protocol_takes_no_time_and_repeats_exactly() -> None:
         async with (
             network.serve(SERVER, EchoService().servicers),
             network.channel(SERVER) as channel,
-            open_stream(channel, DECODE_SESSION) as stream,
+            open_stream(channel, WORKER_SESSION) as stream,
         ):
             for minute in range(24 * 60):
                 await stream.send(reserve(minute))
@@ -71,7 +71,7 @@ async def test_killed_host_breaks_its_connections() -> None:
     network = MemoryNetwork(host="gateway")
     worker = network.at("decode-0")
     async with worker.serve(SERVER, EchoService().servicers), network.channel(SERVER) as channel:
-        async with open_stream(channel, DECODE_SESSION) as stream:
+        async with open_stream(channel, WORKER_SESSION) as stream:
             await stream.send(reserve(1))
             assert await stream.receive() is not None
             assert network.fabric.num_connections == 1
@@ -116,7 +116,7 @@ def test_partition_holds_bytes_until_it_heals() -> None:
         async with (
             network.at("decode-0").serve(SERVER, EchoService().servicers),
             network.channel(SERVER) as channel,
-            open_stream(channel, DECODE_SESSION) as stream,
+            open_stream(channel, WORKER_SESSION) as stream,
         ):
             await stream.send(reserve(1))
             assert await stream.receive() is not None

@@ -29,7 +29,7 @@ from shared.membership.mesh_network import MeshNetwork
 from shared.membership.proof import STAMP_KEY, Opening, agreement, stamp
 from shared.mesh_secret import MeshSecret
 from shared.messages import codec
-from shared.rpc.methods import DECODE_SESSION, MESH_PROVE
+from shared.rpc.methods import MESH_PROVE, WORKER_SESSION
 from shared.rpc.network import Network
 from shared.rpc.stream import open_stream
 from tests.support.calls import open_call
@@ -74,7 +74,7 @@ async def ask(network: Network | Any, times: int = 1) -> None:
     """Dial, and call a method so many times. Raises MeshError."""
     async with network.channel(SERVER) as channel:
         for number in range(times):
-            async with open_stream(channel, DECODE_SESSION) as stream:
+            async with open_stream(channel, WORKER_SESSION) as stream:
                 await stream.send(reserve(number))
                 event = await stream.receive()
                 assert event is not None
@@ -102,7 +102,7 @@ async def test_a_connection_that_takes_no_more_calls_is_not_replaced() -> None:
         left._transport.write(GoAwayFrame(0, last_stream_id=2**31 - 1).serialize())
         await asyncio.sleep(0.05)
         with pytest.raises(WorkerLost, match="dial again"):
-            async with open_stream(channel, DECODE_SESSION) as stream:
+            async with open_stream(channel, WORKER_SESSION) as stream:
                 await stream.receive()
 
 
@@ -216,7 +216,7 @@ async def test_a_proof_cannot_be_replayed() -> None:
         async with plain.channel(SERVER) as channel:
             key = await honest._prove(_Recorded(channel, said))
             assert len(said) == 2
-            await _require_served(channel, stamp(key, 1, DECODE_SESSION.path))
+            await _require_served(channel, stamp(key, 1, WORKER_SESSION.path))
         async with plain.channel(SERVER) as channel:
             async with open_stream(channel, MESH_PROVE) as stream:
                 await stream.send(said[0])
@@ -225,7 +225,7 @@ async def test_a_proof_cannot_be_replayed() -> None:
                 with pytest.raises(NotOfThisMesh):
                     await stream.receive()
             with pytest.raises(NotOfThisMesh):
-                await _require_served(channel, stamp(key, 2, DECODE_SESSION.path))
+                await _require_served(channel, stamp(key, 2, WORKER_SESSION.path))
 
 
 async def test_stamps_are_needed_fresh_and_for_their_own_method() -> None:
@@ -235,17 +235,17 @@ async def test_stamps_are_needed_fresh_and_for_their_own_method() -> None:
         assert isinstance(honest, MeshNetwork)
         async with it.network.at("proxy").channel(SERVER) as channel:
             key = await honest._prove(channel)
-            good = stamp(key, 5, DECODE_SESSION.path)
-            for bad in ("x", "5", good[:-1], stamp(bytes(32), 5, DECODE_SESSION.path)):
+            good = stamp(key, 5, WORKER_SESSION.path)
+            for bad in ("x", "5", good[:-1], stamp(bytes(32), 5, WORKER_SESSION.path)):
                 with pytest.raises(NotOfThisMesh):
                     await _require_served(channel, bad)
             with pytest.raises(NotOfThisMesh):
-                await _require_served(channel, stamp(key, 5, "/pdmesh.v1.Prefill/Session"))
+                await _require_served(channel, stamp(key, 5, "/pdmesh.v1.Transfer/Pair"))
             await _require_served(channel, good)
-            for again in (good, stamp(key, 4, DECODE_SESSION.path)):
+            for again in (good, stamp(key, 4, WORKER_SESSION.path)):
                 with pytest.raises(NotOfThisMesh):
                     await _require_served(channel, again)
-            await _require_served(channel, stamp(key, 6, DECODE_SESSION.path))
+            await _require_served(channel, stamp(key, 6, WORKER_SESSION.path))
 
 
 async def test_however_many_knock_the_log_gets_one_line() -> None:
@@ -302,6 +302,6 @@ class _Recorded:
 
 async def _require_served(channel: Any, text: str) -> None:
     metadata = {STAMP_KEY: text}
-    async with open_call(channel, DECODE_SESSION, metadata=metadata) as stream:
+    async with open_call(channel, WORKER_SESSION, metadata=metadata) as stream:
         await stream.send(reserve(1))
         assert await stream.receive() is not None

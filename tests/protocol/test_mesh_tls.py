@@ -27,7 +27,7 @@ from shared.membership import mesh_network
 from shared.membership.mesh_tls import ServiceNetwork
 from shared.mesh_secret import MeshSecret
 from shared.rpc import call_server, heartbeat_stream, tls
-from shared.rpc.methods import DECODE_SESSION
+from shared.rpc.methods import WORKER_SESSION
 from shared.rpc.network import Network
 from shared.rpc.stream import open_stream
 from shared.rpc.tls import MeshTls, TlsFiles
@@ -74,7 +74,7 @@ async def ask(address: Address, its_tls: MeshTls | None) -> dict[str, Any]:
     MeshError."""
     async with (
         service("gateway", its_tls).channel(address) as channel,
-        open_stream(channel, DECODE_SESSION) as stream,
+        open_stream(channel, WORKER_SESSION) as stream,
     ):
         await stream.send(reserve(1))
         assert await stream.receive() is not None
@@ -215,7 +215,7 @@ async def test_a_connection_without_a_proof_is_closed(monkeypatch: pytest.Monkey
     async with (
         a_worker(None) as address,
         service("gateway", None).channel(address) as channel,
-        open_stream(channel, DECODE_SESSION) as known,
+        open_stream(channel, WORKER_SESSION) as known,
     ):
         reader, writer = await asyncio.open_connection(address.host, address.port)
         async with asyncio.timeout(10):
@@ -258,7 +258,7 @@ async def test_a_worker_that_fell_silent_is_dialled_again_at_once(
         port = between.sockets[0].getsockname()[1]
         peer = a_worker_of(Role.DECODE, int(host.incarnation), host="127.0.0.1", port=port)
         network = service("gateway", gateway)
-        session = WorkerSession(peer, Role.DECODE, network, Incarnation(7), lambda: None, Counter())
+        session = WorkerSession(peer, network, Incarnation(7), lambda: None, Counter())
         running = tasks.create_task(session.run())
         await host.until(lambda: host.sessions)
         silent.update(links)

@@ -23,7 +23,7 @@ from shared.errors import (
     WorkerLost,
 )
 from shared.http2.connection import ConnectionLimits
-from shared.rpc.methods import DECODE_SESSION, GENERATE, LIST_MODELS, TOKENIZE, Method
+from shared.rpc.methods import GENERATE, LIST_MODELS, TOKENIZE, WORKER_SESSION, Method
 from shared.rpc.network import Network
 from shared.rpc.service import ServerStream, Servicer, bind, bind_unary
 from shared.rpc.stream import open_stream
@@ -59,7 +59,7 @@ async def test_bidi_stream_answers_each_message(network: Network) -> None:
     async with (
         echo_server(network) as (_, server),
         network.channel(server.address) as channel,
-        open_stream(channel, DECODE_SESSION) as stream,
+        open_stream(channel, WORKER_SESSION) as stream,
     ):
         for number in range(5):
             await stream.send(reserve(number), end=number == 4)
@@ -76,7 +76,7 @@ async def test_sender_and_receiver_may_be_two_tasks(network: Network) -> None:
     async with (
         echo_server(network) as (_, server),
         network.channel(server.address) as channel,
-        open_stream(channel, DECODE_SESSION) as stream,
+        open_stream(channel, WORKER_SESSION) as stream,
     ):
 
         async def send() -> None:
@@ -140,9 +140,9 @@ async def test_sending_after_the_servers_error_raises_that_error(network: Networ
     async with (
         echo_server(network) as (_, server),
         network.channel(server.address) as channel,
-        open_stream(channel, DECODE_SESSION) as stream,
+        open_stream(channel, WORKER_SESSION) as stream,
     ):
-        await stream.send(wire.DecodeCommand(cancel=wire.CancelDecode()))
+        await stream.send(wire.WorkerCommand(cancel=wire.CancelOrder()))
         with pytest.raises(NoBlocks):
             await stream.receive()
         with pytest.raises(NoBlocks) as caught:
@@ -366,11 +366,11 @@ async def test_small_windows_hold_nobody_for_ever(kind: Any) -> None:
         text = "y" * 200_000
         async with call_server_stream(channel, GENERATE, ask(text)) as stream:
             assert [reply.text async for reply in stream] == [text]
-        async with open_stream(channel, DECODE_SESSION) as stream:
+        async with open_stream(channel, WORKER_SESSION) as stream:
             for number in range(100):
                 command = reserve(number)
-                assert command.reserve is not None
-                command.reserve.token_ids = bytes(4 * 900)
+                assert command.order is not None
+                command.order.token_ids = bytes(4 * 900)
                 if not stream.send_nowait(command):
                     await stream.send(command)
                 event = await stream.receive()
@@ -386,7 +386,7 @@ async def test_a_server_sends_and_receives_at_once_what_need_not_wait(network: N
     heard: list[int] = []
     has_all = asyncio.Event()
 
-    async def session(call: ServerStream[wire.DecodeCommand, wire.DecodeEvent]) -> None:
+    async def session(call: ServerStream[wire.WorkerCommand, wire.WorkerEvent]) -> None:
         could.append(call.send_nowait(granted(0)))
         await call.send(granted(1))
         could.extend(call.send_nowait(granted(number)) for number in (2, 3))
@@ -394,14 +394,14 @@ async def test_a_server_sends_and_receives_at_once_what_need_not_wait(network: N
         command = await call.receive()
         await has_all.wait()
         while command is not None:
-            assert command.reserve is not None
-            heard.append(command.reserve.stream_id)
+            assert command.order is not None
+            heard.append(command.order.stream_id)
             command = call.receive_nowait()
 
     async with (
-        network.serve(ANY_PORT, [Servicer(bind(DECODE_SESSION, session))]) as server,
+        network.serve(ANY_PORT, [Servicer(bind(WORKER_SESSION, session))]) as server,
         network.channel(server.address) as channel,
-        open_stream(channel, DECODE_SESSION) as stream,
+        open_stream(channel, WORKER_SESSION) as stream,
     ):
         for number in range(3):
             await stream.send(reserve(number))
@@ -478,9 +478,9 @@ async def test_too_large_a_message_is_refused_before_it_is_sent(network: Network
     async with (
         echo_server(network) as (_, server),
         network.channel(server.address) as channel,
-        open_stream(channel, DECODE_SESSION) as stream,
+        open_stream(channel, WORKER_SESSION) as stream,
     ):
-        large = wire.DecodeCommand(reserve=wire.Reserve(token_ids=bytes(5 << 20)))
+        large = wire.WorkerCommand(order=wire.WorkOrder(token_ids=bytes(5 << 20)))
         with pytest.raises(TooLarge):
             await stream.send(large)
         await stream.send(reserve(9))
@@ -491,13 +491,13 @@ async def test_too_large_a_message_is_refused_before_it_is_sent(network: Network
 
 async def test_damaged_message_is_the_callers_fault(network: Network) -> None:
     """Bytes that are not the message end the call as an invalid request; the next call works."""
-    wrong = Method(TOKENIZE.path, TOKENIZE.cardinality, wire.StartPrefill, wire.TokenizeResponse)
+    wrong = Method(TOKENIZE.path, TOKENIZE.cardinality, wire.WorkOrder, wire.TokenizeResponse)
     async with echo_server(network) as (_, server), network.channel(server.address) as channel:
         with pytest.raises(InvalidRequest):
             # Field 1 (stream_id) is a varint, where TokenizeRequest has a string; field 2 is bytes
             # that are not UTF-8.
             await call_unary(
-                channel, wrong, wire.StartPrefill(stream_id=1, request_id=b"\xff\xfe" * 8)
+                channel, wrong, wire.WorkOrder(stream_id=1, request_id=b"\xff\xfe" * 8)
             )
         assert (await call_unary(channel, TOKENIZE, wire.TokenizeRequest())).max_model_len == 7
 

@@ -12,7 +12,7 @@ from typing import Any
 from shared import wire
 from shared.address import Address
 from shared.errors import NoBlocks, Overloaded
-from shared.rpc.methods import DECODE_SESSION, GENERATE, TOKENIZE
+from shared.rpc.methods import GENERATE, TOKENIZE, WORKER_SESSION
 from shared.rpc.network import Network
 from shared.rpc.service import ServerStream, Servicer, bind, bind_unary
 
@@ -37,7 +37,7 @@ class EchoService:
     def servicers(self) -> list[Servicer]:
         return [
             Servicer(bind(GENERATE, self.generate), bind_unary(TOKENIZE, self.tokenize)),
-            Servicer(bind(DECODE_SESSION, self.session)),
+            Servicer(bind(WORKER_SESSION, self.session)),
         ]
 
     async def generate(
@@ -85,13 +85,13 @@ class EchoService:
         del call
         return wire.TokenizeResponse(token_ids=request.text.encode(), max_model_len=7)
 
-    async def session(self, call: ServerStream[wire.DecodeCommand, wire.DecodeEvent]) -> None:
+    async def session(self, call: ServerStream[wire.WorkerCommand, wire.WorkerEvent]) -> None:
         self.started.set()
         async for command in call:
             if command.cancel is not None:
                 raise NoBlocks("no room", retry_after_s=1.5)
-            if command.reserve is not None:
-                await call.send(granted(command.reserve.stream_id))
+            if command.order is not None:
+                await call.send(granted(command.order.stream_id))
 
 
 @contextlib.asynccontextmanager
@@ -102,14 +102,14 @@ async def echo_server(network: Network) -> AsyncIterator[tuple[EchoService, Any]
         yield service, server
 
 
-def reserve(stream_id: int) -> wire.DecodeCommand:
+def reserve(stream_id: int) -> wire.WorkerCommand:
     """Return a command that the session answers."""
-    return wire.DecodeCommand(reserve=wire.Reserve(stream_id=stream_id))
+    return wire.WorkerCommand(order=wire.WorkOrder(stream_id=stream_id))
 
 
-def granted(stream_id: int) -> wire.DecodeEvent:
+def granted(stream_id: int) -> wire.WorkerEvent:
     """Return the session's answer."""
-    return wire.DecodeEvent(granted=wire.Granted(stream_id=stream_id))
+    return wire.WorkerEvent(granted=wire.Granted(stream_id=stream_id))
 
 
 def ask(text: str) -> wire.GenerateRequest:

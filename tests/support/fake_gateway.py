@@ -19,7 +19,7 @@ from shared.ids import Incarnation, StreamId
 from shared.messages import codec
 from shared.messages.columns import pack_u32, unpack_u64
 from shared.request import FinishReason, SamplingParams
-from shared.rpc.methods import DECODE_SESSION, PREFILL_SESSION, REGISTRY_JOIN
+from shared.rpc.methods import REGISTRY_JOIN, WORKER_SESSION
 from shared.rpc.network import Address, Network
 from shared.rpc.service import Servicer, bind
 from shared.rpc.stream import ClientStream, open_stream
@@ -70,13 +70,13 @@ class FakeRequest:
 
     def cancel_prefill(self) -> None:
         """Cancel the prefill leg."""
-        cancel = wire.CancelPrefill(stream_id=self.stream_id)
-        self.gateway.sessions[self.prefill].send(wire.PrefillCommand(cancel=cancel))
+        cancel = wire.CancelOrder(stream_id=self.stream_id)
+        self.gateway.sessions[self.prefill].send(wire.WorkerCommand(cancel=cancel))
 
     def cancel_decode(self) -> None:
         """Cancel the decode leg."""
-        cancel = wire.CancelDecode(stream_id=self.stream_id)
-        self.gateway.sessions[self.decode].send(wire.DecodeCommand(cancel=cancel))
+        cancel = wire.CancelOrder(stream_id=self.stream_id)
+        self.gateway.sessions[self.decode].send(wire.WorkerCommand(cancel=cancel))
 
     def add_tokens(self, step: wire.StepTokens) -> None:
         for stream_id, token in step_tokens_from_wire(step):
@@ -100,10 +100,9 @@ class FakeSession:
     stops reading.
     """
 
-    def __init__(self, gateway: FakeGateway, incarnation: Incarnation, is_prefill: bool) -> None:
+    def __init__(self, gateway: FakeGateway, incarnation: Incarnation) -> None:
         self._gateway = gateway
         self._incarnation = incarnation
-        self._is_prefill = is_prefill
         self._outbox: asyncio.Queue[Any] = asyncio.Queue()
         self.is_silent = False
         self.may_read = asyncio.Event()
@@ -122,24 +121,23 @@ class FakeSession:
         self._stream.cancel()
 
     async def run(self, address: Address) -> None:
-        method: Any = PREFILL_SESSION if self._is_prefill else DECODE_SESSION
-        command: Any = wire.PrefillCommand if self._is_prefill else wire.DecodeCommand
         try:
             async with (
                 self._gateway.network.channel(address) as channel,
-                open_stream(channel, method) as stream,
+                open_stream(channel, WORKER_SESSION) as stream,
             ):
                 self._stream = stream
-                await stream.send(command(hello=self._gateway.hello))
+                await stream.send(wire.WorkerCommand(hello=self._gateway.hello))
                 event = await stream.receive()
                 assert event is not None
+                assert event.hello is not None
                 assert event.hello.incarnation == self._incarnation
                 self.is_open = True
                 await self._gateway.notify()
                 async with asyncio.TaskGroup() as tasks:
                     others = [
                         tasks.create_task(self._write(stream)),
-                        tasks.create_task(self._beat(command)),
+                        tasks.create_task(self._beat()),
                     ]
                     try:
                         await self._read(stream)
@@ -158,11 +156,11 @@ class FakeSession:
             with contextlib.suppress(MeshError):
                 await stream.send(command)
 
-    async def _beat(self, command: Any) -> None:
+    async def _beat(self) -> None:
         while True:
             await asyncio.sleep(0.5)
             if not self.is_silent:
-                self.send(command(heartbeat=wire.Heartbeat()))
+                self.send(wire.WorkerCommand(heartbeat=wire.Heartbeat()))
 
     async def _read(self, stream: ClientStream[Any, Any]) -> None:
         while True:
@@ -263,36 +261,39 @@ class FakeGateway:
         self.requests.append(request)
         if "p" in legs:
             sink = decode if is_pushed else 0
-            start = wire.StartPrefill(**common, decode_incarnation=sink, prefix=prefix)
-            self.sessions[prefill].send(wire.PrefillCommand(start=start))
+            prompt_order = wire.WorkOrder(
+                role=wire.Role.PREFILL, **common, peer_incarnation=sink, prefix=prefix
+            )
+            self.sessions[prefill].send(wire.WorkerCommand(order=prompt_order))
         if "d" in legs:
             whole = prefix if prefill == decode else None
-            reserve = wire.Reserve(
-                **common, wait_s=wait_s, prefill_incarnation=prefill, prefix=whole
+            answer_order = wire.WorkOrder(
+                role=wire.Role.DECODE,
+                **common,
+                wait_s=wait_s,
+                peer_incarnation=prefill,
+                prefix=whole,
             )
-            self.sessions[decode].send(wire.DecodeCommand(reserve=reserve))
+            self.sessions[decode].send(wire.WorkerCommand(order=answer_order))
         return request
 
-    def dispatch(self, worker: Incarnation, event: Any) -> None:
-        is_prefill = isinstance(event, wire.PrefillEvent)
+    def dispatch(self, worker: Incarnation, event: wire.WorkerEvent) -> None:
         for request in self.requests:
-            if worker != (request.prefill if is_prefill else request.decode):
+            if worker not in (request.prefill, request.decode):
                 continue
             request.events.append(event)
             if event.failed is not None and event.failed.stream_id == request.stream_id:
                 request.errors.append(codec.error_from_wire(event.failed.error))
-            if is_prefill:
-                if event.token is not None and event.token.stream_id == request.stream_id:
-                    request.add_first(event.token)
-                if event.done is not None and event.done.stream_id == request.stream_id:
-                    request.done = event.done
-            else:
-                if event.tokens is not None:
-                    request.add_tokens(event.tokens)
-                if event.granted is not None and event.granted.stream_id == request.stream_id:
-                    request.granted = event.granted
-                if event.joined is not None and event.joined.stream_id == request.stream_id:
-                    request.joined = event.joined
+            if event.token is not None and event.token.stream_id == request.stream_id:
+                request.add_first(event.token)
+            if event.done is not None and event.done.stream_id == request.stream_id:
+                request.done = event.done
+            if event.tokens is not None:
+                request.add_tokens(event.tokens)
+            if event.granted is not None and event.granted.stream_id == request.stream_id:
+                request.granted = event.granted
+            if event.joined is not None and event.joined.stream_id == request.stream_id:
+                request.joined = event.joined
 
     # --- Registry.Join ---------------------------------------------------------------------------
 
@@ -313,7 +314,7 @@ class FakeGateway:
         is_prefill = announce.hello.role == wire.Role.PREFILL
         old = self.sessions.get(incarnation)
         if self._dials and (old is None or not old.is_open):
-            session = self.sessions[incarnation] = FakeSession(self, incarnation, is_prefill)
+            session = self.sessions[incarnation] = FakeSession(self, incarnation)
             assert self._tasks is not None
             self._tasks.create_task(session.run(Address(announce.host, announce.port)))
         await self.notify()

@@ -194,7 +194,7 @@ class OverloadMesh:
                 prompt_steps=StepFit(0.0, 1.0 / speed.prompt_tokens_per_s, num_steps=50),
             )
         for decode in self._decodes:
-            orders = decode.worker.orders[Role.DECODE].values()
+            orders = decode.worker.orders.values()
             self._tell(
                 decode.worker,
                 num_running=len(decode.ends),
@@ -208,7 +208,7 @@ class OverloadMesh:
         status = WorkerStatus(
             **load,
             paired=self._partners.get(worker.incarnation, frozenset()),
-            seen={Role.PREFILL: heard, Role.DECODE: heard},
+            seen=heard,
         )
         self._table.report(worker, status, self.now)
         self._apply(self.admission.changed(self.now, worker))
@@ -273,14 +273,14 @@ class OverloadMesh:
     def _computed(self, prefill: Prefill, key: bytes, seconds: float) -> None:
         prefill.running, prefill.num_tokens = None, 0
         _, decode, stream_id = self._pairs[key]
-        prefill.worker.computed(Role.PREFILL, stream_id)
-        prefill.worker.ended(Role.PREFILL, stream_id)
+        prefill.worker.computed(stream_id)
+        prefill.worker.ended(stream_id)
         self._next_prompt(prefill)
         outcome = self.outcomes[key]
         refusals = self.admission.prompt_computed(key, self.now)
         if refusals:
             outcome.wasted_s = seconds
-            decode.worker.ended(Role.DECODE, stream_id)
+            decode.worker.ended(stream_id)
             self._apply(refusals)
             return
         outcome.ttft_s = self.now - outcome.ask.at
@@ -313,7 +313,7 @@ class OverloadMesh:
         outcome.is_over = True
         assert outcome.ttft_s is not None
         outcome.decode_s = self.now - outcome.ask.at - outcome.ttft_s
-        decode.worker.ended(Role.DECODE, self._pairs[key][2])
+        decode.worker.ended(self._pairs[key][2])
         self.admission.emitted(key, outcome.ask.num_output - 1, self.now, cached_tokens=0)
         self._plan(decode)
         self._leave(key)

@@ -228,13 +228,9 @@ class ProcessMesh:
         gateways: Sequence[ServiceProcess],
         workers: Sequence[ServiceProcess],
         *,
-        num_roles: int = 1,
         limit_s: float = HAPPENS_WITHIN_S,
     ) -> None:
-        """Wait until nothing is held for anybody: no block, slot, transfer, leg or request.
-
-        num_roles: that each worker serves; it has a session for each.
-        """
+        """Wait until nothing is held for anybody: no block, slot, transfer, leg or request."""
         found: dict[str, dict[str, float]] = {}
 
         async def is_home() -> bool:
@@ -243,7 +239,7 @@ class ProcessMesh:
                 wanted = {
                     "kv_blocks:free": worker.facts["num_blocks"],
                     "staging_slots_free": 4,  # two each way
-                    "sessions": num_roles * len(gateways),
+                    "sessions": len(gateways),
                 }
                 idle = ("kv_blocks:reserved", "kv_blocks:quarantined", "transfers_open",
                         "pending_tokens", "requests_waiting", "requests_running")  # fmt: skip

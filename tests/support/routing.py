@@ -33,7 +33,7 @@ def a_worker(role: Role, incarnation: int, **changes: object) -> Worker:
         "block_size": 16,
     }
     worker = Worker(**(fields | changes))  # type: ignore[arg-type]
-    worker.sessions.update(worker.serves)
+    worker.is_connected = True
     return worker
 
 

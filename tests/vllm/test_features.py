@@ -141,4 +141,4 @@ async def test_homes_change_under_load_and_no_answer_shows_it() -> None:
                                 num_moved += response.status == 200
             assert [task.result().tokens for task in asking] == alone
             assert num_moved >= 3
-            await mesh.home([gateway], workers, num_roles=2)
+            await mesh.home([gateway], workers)

@@ -1,7 +1,7 @@
 """One worker as the gateway sees it: what it said at its join, its latest report, its session, and
 what this gateway has ordered from it.
 
-Pure. How a worker stands is not stored but concluded, from what its sessions and its reports say:
+Pure. How a worker stands is not stored but concluded, from what its session and its reports say:
 each of them changes by itself.
 """
 
@@ -25,7 +25,7 @@ PLACES = 1024
 class Standing(StrEnum):
     """How a worker stands with this gateway; only a usable one gets new work."""
 
-    CONNECTING = "connecting"  # one of its sessions is not up yet, or not any more
+    CONNECTING = "connecting"  # its session is not up yet, or not any more
     USABLE = "usable"
     SUSPECT = "suspect"  # silent for too long
     DRAINING = "draining"  # it ends when its work is done
@@ -67,7 +67,7 @@ class Worker:
     added up anew from the open orders at each change: nothing is counted twice, and no counter can
     go astray.
 
-    serves: the roles for which it takes orders, a session each; empty = its own alone.
+    serves: the roles for which it takes orders; empty = its own alone.
     """
 
     role: Role
@@ -80,20 +80,18 @@ class Worker:
     block_size: int
     serves: tuple[Role, ...] = ()
     status: WorkerStatus = field(default_factory=WorkerStatus)
-    sessions: set[Role] = field(default_factory=set[Role])
-    """Those of its sessions that are up."""
-    silent: set[Role] = field(default_factory=set[Role])
-    """Those that have been silent for too long."""
+    is_connected: bool = False
+    """Whether its session is up."""
+    is_silent: bool = False
+    """Whether it has been silent there for too long."""
     bit: int = 0
     """This worker in ``partners`` of others; the peer table gives it."""
     partners: int = 0
     """The bits of the workers that this one is paired with and may push to, usable or not."""
     asked: dict[Incarnation, float] = field(default_factory=dict[Incarnation, float])
     """Pairs that it was asked to make, and when."""
-    orders: dict[Role, dict[StreamId, OpenOrder]] = field(
-        default_factory=lambda: {role: {} for role in Role}
-    )
-    """By session: this gateway's orders that have not ended, in the order of their ids."""
+    orders: dict[StreamId, OpenOrder] = field(default_factory=dict[StreamId, OpenOrder])
+    """This gateway's orders that have not ended, in the order of their ids."""
     pending_tokens: int = field(init=False, default=0)
     """Prompt tokens queued or running here."""
     reserved_blocks: int = field(init=False, default=0)
@@ -140,9 +138,9 @@ class Worker:
         """How it stands."""
         if self.status.is_draining:
             return Standing.DRAINING
-        if not self.sessions.issuperset(self.serves):
+        if not self.is_connected:
             return Standing.CONNECTING
-        return Standing.SUSPECT if self.silent else Standing.USABLE
+        return Standing.SUSPECT if self.is_silent else Standing.USABLE
 
     @property
     def is_colocated(self) -> bool:
@@ -230,15 +228,17 @@ class Worker:
     def _add_up_prompts(self) -> float:
         status = self.status
         free_at = self.reported_at + status.queue_s
-        for session, orders in self.orders.items():
-            seen = status.seen.get(session, 0)
-            # A session's ids only grow, so what the report has not seen stands at the end.
-            unseen = takewhile(seen.__lt__, reversed(orders))
-            for order in reversed([orders[stream_id] for stream_id in unseen]):
-                if order.num_tokens:
-                    begins_at = max(free_at, order.sent_at)
-                    free_at = begins_at + status.prompt_s(order.num_tokens, order.num_cached)
+        for order in reversed(self._unseen()):
+            if order.num_tokens:
+                begins_at = max(free_at, order.sent_at)
+                free_at = begins_at + status.prompt_s(order.num_tokens, order.num_cached)
         return free_at
+
+    def _unseen(self) -> list[OpenOrder]:
+        """Return the orders that the report has not seen, the newest first."""
+        # Ids only grow, so they stand at the end.
+        unseen = takewhile(self.status.seen.__lt__, reversed(self.orders))
+        return [self.orders[stream_id] for stream_id in unseen]
 
     def report(self, status: WorkerStatus, now: float | None = None) -> None:
         """Take the worker's report. now: None = it is corrected here, and as old as it was."""
@@ -251,7 +251,7 @@ class Worker:
 
     def ordered(
         self,
-        session: Role,
+        role: Role,
         stream_id: StreamId,
         num_tokens: int,
         *,
@@ -262,17 +262,17 @@ class Worker:
         """An order for a prompt of so many tokens went out. computes: it is computed here. Who goes
         on with the answer has room for its first token, too."""
         self.sent(
-            session,
+            role,
             stream_id,
             num_tokens=num_tokens if computes else 0,
-            num_blocks=self.blocks_for(num_tokens + (session is Role.DECODE)),
+            num_blocks=self.blocks_for(num_tokens + (role is Role.DECODE)),
             now=now,
             num_cached=num_cached,
         )
 
     def sent(
         self,
-        session: Role,
+        role: Role,
         stream_id: StreamId,
         *,
         num_tokens: int,
@@ -280,49 +280,49 @@ class Worker:
         now: float = 0.0,
         num_cached: int = 0,
     ) -> None:
-        """See ``ordered``; ids of a session only grow."""
+        """See ``ordered``; ids only grow."""
         order = OpenOrder(
             num_tokens,
             num_blocks,
             has_prompt=num_tokens > 0,
-            has_answer=session is Role.DECODE,
+            has_answer=role is Role.DECODE,
             sent_at=now,
             num_cached=num_cached,
         )
-        self.orders[session][stream_id] = order
-        self._add(session, stream_id, order, 1)
+        self.orders[stream_id] = order
+        self._add(stream_id, order, 1)
 
-    def computed(self, session: Role, stream_id: StreamId) -> None:
+    def computed(self, stream_id: StreamId) -> None:
         """An order's prompt is computed. Idempotent."""
-        order = self.orders[session].get(stream_id)
+        order = self.orders.get(stream_id)
         if order is not None and order.num_tokens:
             num_tokens, order.num_tokens = order.num_tokens, 0
-            if stream_id > self.status.seen.get(session, 0):
+            if stream_id > self.status.seen:
                 self.pending_tokens -= num_tokens
                 self._num_unseen -= 1
                 self._conclude()
 
-    def ended(self, session: Role, stream_id: StreamId) -> None:
+    def ended(self, stream_id: StreamId) -> None:
         """An order asks for nothing any more. Idempotent."""
-        order = self.orders[session].pop(stream_id, None)
+        order = self.orders.pop(stream_id, None)
         if order is not None:
-            self._add(session, stream_id, order, -1)
+            self._add(stream_id, order, -1)
 
-    def lost(self, session: Role) -> None:
+    def lost(self) -> None:
         """The session is gone, and with it all that was ordered over it."""
-        self.orders[session].clear()
+        self.orders.clear()
         self._add_up()
 
     def take_over(self, before: Worker) -> None:
         """This entry replaces an earlier one of the same process: what it sent stays open."""
-        self.sessions, self.silent = before.sessions, before.silent
+        self.is_connected, self.is_silent = before.is_connected, before.is_silent
         self.bit, self.orders, self.asked = before.bit, before.orders, before.asked
         self._is_believed = before.is_believed
         self._add_up()
 
-    def _add(self, session: Role, stream_id: StreamId, order: OpenOrder, times: int) -> None:
+    def _add(self, stream_id: StreamId, order: OpenOrder, times: int) -> None:
         """Count what an order asks for, or count it no more, if the report has not seen it."""
-        if stream_id > self.status.seen.get(session, 0):
+        if stream_id > self.status.seen:
             self._count(order, times)
             self._conclude()
 
@@ -331,12 +331,8 @@ class Worker:
         self.pending_tokens, self.reserved_blocks = status.pending_tokens, status.reserved_blocks
         self._num_prompts, self.num_answers = status.num_prompts, status.num_answers
         self._num_unseen = 0
-        for session, orders in self.orders.items():
-            seen = status.seen.get(session, 0)
-            for stream_id in reversed(orders):
-                if stream_id <= seen:
-                    break
-                self._count(orders[stream_id], 1)
+        for order in self._unseen():
+            self._count(order, 1)
         self._is_timed = status.prompt_steps.is_known, status.answer_steps.is_known
         self._conclude()
 
@@ -346,13 +342,12 @@ class Worker:
         if self.status.num_gateways < 2:
             return
         # Of either number those that it has not seen are in it.
-        self.others_answers = max(0, self.num_answers - len(self.orders[Role.DECODE]))
+        own = sum(order.has_answer for order in self.orders.values())
+        self.others_answers = max(0, self.num_answers - own)
         num_tokens = self.status.pending_tokens
-        for session, orders in self.orders.items():
-            seen = self.status.seen.get(session, 0)
-            for stream_id, order in orders.items():
-                if order.num_tokens and stream_id <= seen:
-                    num_tokens -= max(0, order.num_tokens - order.num_cached)
+        for stream_id, order in self.orders.items():
+            if order.num_tokens and stream_id <= self.status.seen:
+                num_tokens -= max(0, order.num_tokens - order.num_cached)
         self.others_tokens = max(0, num_tokens)
 
     def _count(self, order: OpenOrder, times: int) -> None:

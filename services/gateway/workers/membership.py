@@ -22,7 +22,7 @@ from services.gateway.core.routing.pools import HomeOrder, change_home, is_confi
 from services.gateway.core.routing.router import Router
 from services.gateway.core.routing.routing import RouteDecision, RoutingPolicy
 from services.gateway.core.routing.sides import RouteRequest
-from services.gateway.core.worker import Role, Worker, WorkerStatus
+from services.gateway.core.worker import Worker, WorkerStatus
 from services.gateway.workers.peers import WorkerSession
 from shared.errors import DeadlinePassed, WorkerLost
 from shared.home import Home
@@ -87,7 +87,7 @@ class Membership:
         self._random = random.Random(random_bytes(8)).random
         self.random_bytes = random_bytes
         self._tasks: asyncio.TaskGroup
-        self.sessions: dict[tuple[Incarnation, Role], WorkerSession] = {}
+        self.sessions: dict[Incarnation, WorkerSession] = {}
         self._session_tasks: dict[WorkerSession, asyncio.Task[None]] = {}
         self.impossible_times: Counter[str] = Counter()
         self.usability = News()
@@ -114,32 +114,25 @@ class Membership:
     # --- workers --------------------------------------------------------------------------------
 
     def join(self, worker: Worker) -> None:
-        """Add a worker and open a session for each role that it serves. One that joins anew with
-        fewer has no others any more.
+        """Add a worker and open a session with it, unless it joins anew: then only its join stream
+        has ended, and what runs over its session goes on.
 
         Raises IncompatiblePeer: it does not fit the workers that are here.
         """
         now = worker.reported_at = asyncio.get_running_loop().time()
         self.table.join(worker)
         self.directives.setdefault(worker.incarnation, News())
-        for role in worker.serves:
-            old = self.sessions.get((worker.incarnation, role))
-            if old is not None:
-                # Only its join stream has ended: what runs over its session goes on.
-                old.worker = worker
-                continue
-            session = WorkerSession(
+        if (session := self.sessions.get(worker.incarnation)) is not None:
+            session.worker = worker
+        else:
+            session = self.sessions[worker.incarnation] = WorkerSession(
                 worker,
-                role,
                 self._network,
                 self.incarnation,
                 self.note_usability,
                 self.impossible_times,
             )
-            self.sessions[worker.incarnation, role] = session
             self._session_tasks[session] = self._tasks.create_task(session.run())
-        given_up = [role for role in Role if role not in worker.serves]
-        self._end_sessions(worker, given_up, "the worker has joined anew, without this role")
         _log.info(
             "worker joined",
             worker=worker.incarnation,
@@ -205,7 +198,9 @@ class Membership:
         self.router.left(worker)
         self.pairs.pop(incarnation, None)
         del self.directives[incarnation]
-        self._end_sessions(worker, tuple(Role), f"the worker left the mesh: {reason}")
+        session = self.sessions.pop(incarnation)
+        self._session_tasks.pop(session).cancel()
+        session.abandon(WorkerLost(f"the worker left the mesh: {reason}"))
         is_orderly = worker.status.is_draining
         say = _log.info if is_orderly else _log.warning
         reason = "it has drained" if is_orderly else reason
@@ -217,18 +212,6 @@ class Membership:
             at_s=asyncio.get_running_loop().time(),
         )
         self._note_change()
-
-    def _end_sessions(self, worker: Worker, roles: Sequence[Role], reason: str) -> None:
-        """What runs over them fails over, once none of them takes it any more."""
-        ended: list[WorkerSession] = []
-        for role in roles:
-            session = self.sessions.pop((worker.incarnation, role), None)
-            if session is not None:
-                session.worker = worker
-                self._session_tasks.pop(session).cancel()
-                ended.append(session)
-        for session in ended:
-            session.abandon(WorkerLost(reason))
 
     def note_usability(self) -> None:
         """A worker's session came, went, fell silent or speaks again."""

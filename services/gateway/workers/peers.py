@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import structlog
 
@@ -24,7 +24,7 @@ from shared.ids import Incarnation, StreamId
 from shared.messages import codec
 from shared.request import AnswerToken, FinishReason
 from shared.rpc.heartbeat_stream import HeartbeatStream
-from shared.rpc.methods import DECODE_SESSION, PREFILL_SESSION
+from shared.rpc.methods import WORKER_SESSION
 from shared.rpc.network import Address, Network
 from shared.rpc.stream import ClientStream, open_stream
 
@@ -41,18 +41,19 @@ MAX_STREAM_ID = (1 << 32) - 1
 
 _REDIAL_S = (0.05, 0.2, 0.5, 1.0)
 
+SessionStream: TypeAlias = ClientStream[wire.WorkerCommand, wire.WorkerEvent]
+
 
 class WorkerSession:
-    """The gateway's end of one of a worker's session streams, across reconnections.
+    """The gateway's end of a worker's session stream, across reconnections.
 
-    role: what is ordered over it; a worker that serves both roles has two. on_change: called when
-    the worker's usability changed. impossible_times: of the whole gateway, counted by their names.
+    on_change: called when the worker's usability changed. impossible_times: of the whole gateway,
+    counted by their names.
     """
 
     def __init__(
         self,
         worker: Worker,
-        role: Role,
         network: Network,
         incarnation: Incarnation,
         on_change: Callable[[], None],
@@ -63,9 +64,8 @@ class WorkerSession:
         self._hello = codec.own_hello(wire.Role.GATEWAY, incarnation)
         self._on_change = on_change
         self._impossible_times = impossible_times
-        self._role = role
         self._legs: dict[StreamId, LegShell] = {}
-        self._control: HeartbeatStream[Any, Any] | None = None
+        self._control: HeartbeatStream[wire.WorkerCommand, wire.WorkerEvent] | None = None
         self._next_stream_id = 1
         self._num_failures = 0
         self._last_silence_s = 0.0
@@ -87,11 +87,9 @@ class WorkerSession:
 
     # --- what requests do -----------------------------------------------------------------------
 
-    def send(
-        self, leg: LegShell, order: wire.StartPrefill | wire.Reserve, *, num_cached: int = 0
-    ) -> StreamId:
-        """Send a prompt, or ask for room, under a new stream id; events come to ``leg`` until its
-        end, a failure or ``cancel``. It counts as the worker's load until its report has seen it.
+    def send(self, leg: LegShell, order: wire.WorkOrder, *, num_cached: int = 0) -> StreamId:
+        """Send an order under a new stream id; events come to ``leg`` until its end, a failure or
+        ``cancel``. It counts as the worker's load until its report has seen it.
 
         num_cached: of the prompt need not be computed, as far as is known.
         """
@@ -104,36 +102,29 @@ class WorkerSession:
                 self._control.close(WorkerLost("the session has had all orders that it can number"))
         self._legs[stream_id] = leg
         self.worker.ordered(
-            self._role,
+            Role.PREFILL if leg.leg is Leg.PREFILL else Role.DECODE,
             stream_id,
             len(order.token_ids) // 4,  # packed: four bytes a token
             computes=leg.leg is not Leg.DECODE,
             now=asyncio.get_running_loop().time(),
             num_cached=num_cached,
         )
-        if isinstance(order, wire.StartPrefill):
-            self._post(wire.PrefillCommand(start=order))
-        else:
-            self._post(wire.DecodeCommand(reserve=order))
+        self._post(wire.WorkerCommand(order=order))
         return stream_id
 
     def cancel(self, stream_id: StreamId) -> None:
         """Tell the worker to stop this leg, and forget it. Idempotent."""
-        if self._close(stream_id) is None or self._control is None:
-            return
-        if self._role is Role.PREFILL:
-            self._post(wire.PrefillCommand(cancel=wire.CancelPrefill(stream_id=stream_id)))
-        else:
-            self._post(wire.DecodeCommand(cancel=wire.CancelDecode(stream_id=stream_id)))
+        if self._close(stream_id) is not None:
+            self._post(wire.WorkerCommand(cancel=wire.CancelOrder(stream_id=stream_id)))
 
     def _close(self, stream_id: StreamId) -> LegShell | None:
         """Forget a leg and its load; None if it is not open."""
         leg = self._legs.pop(stream_id, None)
         if leg is not None:
-            self.worker.ended(self._role, stream_id)
+            self.worker.ended(stream_id)
         return leg
 
-    def _post(self, command: Any) -> None:
+    def _post(self, command: wire.WorkerCommand) -> None:
         if self._control is not None:
             self._control.send(command)
 
@@ -161,7 +152,7 @@ class WorkerSession:
         _log.warning(
             "worker session lost",
             worker=self.worker.incarnation,
-            role=self._role.value,
+            role=self.worker.role.value,
             address=str(self._address),
             error=error.message,
             at_s=asyncio.get_running_loop().time(),
@@ -169,43 +160,38 @@ class WorkerSession:
         self._fail_all(error)
 
     def _down(self) -> None:
-        self.worker.sessions.discard(self._role)
+        self.worker.is_connected = False
         self._last_silence_s, self._control = self.silence_s, None
         self._on_change()
 
     def _fail_all(self, error: MeshError) -> None:
         if not isinstance(error, WorkerLost):
-            error = WorkerLost(f"the {self._role.value} worker's session broke: {error.message}")
+            error = WorkerLost(f"the worker's session broke: {error.message}")
         legs, self._legs = list(self._legs.values()), {}
-        self.worker.lost(self._role)
+        self.worker.lost()
         for leg in legs:
             leg.failed(error, lost=True)
 
     async def _run_once(self) -> None:
-        is_prefill = self._role is Role.PREFILL
-        method: Any = PREFILL_SESSION if is_prefill else DECODE_SESSION
-        command: Any = wire.PrefillCommand if is_prefill else wire.DecodeCommand
         async with (
             self._network.channel(self._address) as channel,
-            open_stream(channel, method) as stream,
+            open_stream(channel, WORKER_SESSION) as stream,
         ):
             try:
-                await stream.send(command(hello=self._hello))
+                await stream.send(wire.WorkerCommand(hello=self._hello))
                 await self._shake_hands(stream)
                 control = self._control = HeartbeatStream(
                     stream,
-                    heartbeat=lambda asks: command(heartbeat=wire.Heartbeat(asks=asks)),
-                    peer=f"{self._role.value} worker",
+                    heartbeat=lambda asks: wire.WorkerCommand(heartbeat=wire.Heartbeat(asks=asks)),
+                    peer=f"{self.worker.role.value} worker",
                     is_busy=lambda: bool(self._legs),
                     on_suspect=self._suspect,
                 )
-                self.worker.sessions.add(self._role)
+                self.worker.is_connected = True
                 self._num_failures = 0
                 # The session before may have been silent when it was lost.
                 self._suspect(False)
-                error = await control.run(
-                    self._on_prefill_event if is_prefill else self._on_decode_event
-                )
+                error = await control.run(self._on_event)
                 # Not after the block: while its connection closes it must get no new requests.
                 self._lose(error)
             finally:
@@ -216,16 +202,14 @@ class WorkerSession:
             _log.warning(
                 "worker suspected",
                 worker=self.worker.incarnation,
-                role=self._role.value,
+                role=self.worker.role.value,
                 silence_s=self.silence_s,
                 at_s=asyncio.get_running_loop().time(),
             )
-            self.worker.silent.add(self._role)
-        else:
-            self.worker.silent.discard(self._role)
+        self.worker.is_silent = is_suspect
         self._on_change()
 
-    async def _shake_hands(self, stream: ClientStream[Any, Any]) -> None:
+    async def _shake_hands(self, stream: SessionStream) -> None:
         try:
             async with asyncio.timeout(3.0):
                 event = await stream.receive()
@@ -237,22 +221,16 @@ class WorkerSession:
 
     # --- events ---------------------------------------------------------------------------------
 
-    def _on_prefill_event(self, event: wire.PrefillEvent) -> None:
-        if event.token is not None:
+    def _on_event(self, event: wire.WorkerEvent) -> None:
+        if event.tokens is not None:
+            self._on_step_tokens(event.tokens)
+        elif event.token is not None:
             self._on_first_token(event.token)
         elif event.done is not None:
             self._check_times(event.done)
             leg = self._close(StreamId(event.done.stream_id))
             if leg is not None:
                 leg.pushed(event.done)
-        elif event.failed is not None:
-            self._on_failed(event.failed.stream_id, event.failed.error)
-
-    def _on_decode_event(self, event: wire.DecodeEvent) -> None:
-        if event.tokens is not None:
-            self._on_step_tokens(event.tokens)
-        elif event.first is not None:
-            self._on_first_token(event.first)
         elif event.joined is not None:
             self._check_times(event.joined)
             leg = self._legs.get(StreamId(event.joined.stream_id))
@@ -274,7 +252,7 @@ class WorkerSession:
         self._check_times(event)
         token, times = codec.prefill_token_from_wire(event)
         self._check_ids([token.token_id])
-        self.worker.computed(self._role, stream_id)
+        self.worker.computed(stream_id)
         if leg.leg is Leg.WHOLE and token.finish_reason is not FinishReason.NONE:
             self._close(stream_id)  # of a prefill leg PrefillDone is the last word
         leg.first_token(token, times)

@@ -27,7 +27,6 @@ from services.gateway.core.dispatcher import (
 from services.gateway.core.index.prefixes import HashedPrompt
 from services.gateway.core.lifecycle import CancelLeg, End, Leg, Lifecycle, Reroute
 from services.gateway.core.routing.routing import RouteDecision
-from services.gateway.core.worker import Role
 from services.gateway.mesh import GenerationRequest, Take
 from services.gateway.workers.delivery import Delivery
 from services.gateway.workers.membership import Membership
@@ -35,7 +34,7 @@ from services.gateway.workers.peers import WorkerSession
 from services.gateway.workers.timeline import Timeline, Transfer
 from shared import wire
 from shared.errors import MeshError
-from shared.ids import ID_BYTES, Incarnation, LeaseToken, StreamId
+from shared.ids import ID_BYTES, LeaseToken, StreamId
 from shared.messages import codec
 from shared.messages.columns import pack_u32
 from shared.request import AnswerToken
@@ -259,7 +258,7 @@ class RequestShell:
             self.timeline.rerouted(send.after)
         decision, legs, attempt = send.decision, send.legs, send.attempt
         has_decode = self.lifecycle.needs_decode
-        order: dict[str, Any] = {
+        same: dict[str, Any] = {
             "request_id": self._request.request_id,
             "attempt": attempt,
             "token_ids": pack_u32(send.token_ids),
@@ -277,20 +276,16 @@ class RequestShell:
         num_cached = decision.num_cached
         self._legs = {}
         for kind, worker in legs.items():
-            side = Role.PREFILL if kind is Leg.PREFILL else Role.DECODE
-            session = self._membership.sessions[worker, side]
+            session = self._membership.sessions[worker]
             leg = self._legs[kind] = LegShell(self, attempt, kind, session)
+            order = wire.WorkOrder(**same, prefix=None if kind is Leg.DECODE else prefix)
             if kind is Leg.PREFILL:
-                decode = legs.get(Leg.DECODE, Incarnation(0))
-                message = wire.StartPrefill(**order, decode_incarnation=decode, prefix=prefix)
+                order.role = wire.Role.PREFILL
+                order.peer_incarnation = legs.get(Leg.DECODE, 0)
             else:
-                message = wire.Reserve(
-                    **order,
-                    prefill_incarnation=decision.prefill,
-                    wait_s=send.wait_s,
-                    prefix=prefix if kind is Leg.WHOLE else None,
-                )
-            leg.stream_id = session.send(leg, message, num_cached=num_cached)
+                order.role, order.wait_s = wire.Role.DECODE, send.wait_s
+                order.peer_incarnation = decision.prefill
+            leg.stream_id = session.send(leg, order, num_cached=num_cached)
 
     # --- effects --------------------------------------------------------------------------------
 

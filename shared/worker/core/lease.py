@@ -123,7 +123,7 @@ class GrantLease:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Tell the gateway that the reservation failed or was lost (DecodeFailed)."""
+    """Tell the gateway that the reservation failed or was lost (OrderFailed)."""
 
     lease: Lease
     error: MeshError

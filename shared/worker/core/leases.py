@@ -98,7 +98,7 @@ class Leases:
         return lease, effects
 
     def cancel(self, lease: Lease, error: MeshError, *, now: float) -> list[Effect]:
-        """The gateway gave up (CancelDecode, its session ended) or the transfer failed. Allowed in
+        """The gateway gave up (CancelOrder, its session ended) or the transfer failed. Allowed in
         every state.
 
         An open lease gives AbortReceive; others are freed at once. The gateway is not told: the

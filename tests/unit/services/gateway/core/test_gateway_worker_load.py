@@ -13,9 +13,7 @@ from tests.support.routing import a_worker
 
 
 def status(seen: int, *, tokens: int = 0, blocks: int = 0) -> WorkerStatus:
-    return WorkerStatus(
-        pending_tokens=tokens, reserved_blocks=blocks, seen={Role.PREFILL: StreamId(seen)}
-    )
+    return WorkerStatus(pending_tokens=tokens, reserved_blocks=blocks, seen=StreamId(seen))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -37,10 +35,10 @@ def test_load_is_the_report_and_what_it_has_not_seen(seed: int) -> None:
                 Role.PREFILL, StreamId(last_id), num_tokens=num_tokens, num_blocks=num_blocks
             )
         elif event == "computed":
-            worker.computed(Role.PREFILL, some_id)
+            worker.computed(some_id)
             open_orders.get(some_id, [0])[0] = 0
         elif event == "ended":
-            worker.ended(Role.PREFILL, some_id)
+            worker.ended(some_id)
             open_orders.pop(some_id, None)
         elif event == "report":
             report = status(
@@ -50,11 +48,9 @@ def test_load_is_the_report_and_what_it_has_not_seen(seed: int) -> None:
             )
             worker.report(report)
         elif source.random() < 0.1:
-            worker.lost(Role.PREFILL)
+            worker.lost()
             open_orders.clear()
-        unseen = [
-            o for stream_id, o in open_orders.items() if stream_id > report.seen[Role.PREFILL]
-        ]
+        unseen = [o for stream_id, o in open_orders.items() if stream_id > report.seen]
         assert worker.pending_tokens == report.pending_tokens + sum(o[0] for o in unseen)
         assert worker.reserved_blocks == report.reserved_blocks + sum(o[1] for o in unseen)
         assert worker.reserved_share == worker.reserved_blocks / 64

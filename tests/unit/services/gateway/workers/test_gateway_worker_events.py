@@ -30,7 +30,7 @@ from shared.messages.columns import pack_u32, pack_u64
 from shared.messages.message_codec import MessageCodec
 from shared.messages.status_codec import StatusReader
 from shared.request import AnswerToken
-from shared.rpc.methods import PREFILL_SESSION
+from shared.rpc.methods import WORKER_SESSION
 from shared.rpc.stream import open_stream
 from shared.rpc.tcp import TcpNetwork
 from shared.schedule.plan import PromptTimes
@@ -48,7 +48,7 @@ class AWorker:
 def a_session(role: Role) -> WorkerSession:
     none: Any = None
     worker = cast("Any", AWorker(role))
-    return WorkerSession(worker, role, none, Incarnation(1), lambda: None, Counter())
+    return WorkerSession(worker, none, Incarnation(1), lambda: None, Counter())
 
 
 class Heard:
@@ -85,17 +85,14 @@ def test_a_time_that_cannot_be_is_as_if_it_was_not_told(
     this request goes on as do the others on the session."""
     is_prefill = field in ("token", "done")
     session = a_session(Role.PREFILL if is_prefill else Role.DECODE)
-    session.worker, leg = a_worker(session._role, 5), Heard()
+    session.worker, leg = a_worker(Role.PREFILL if is_prefill else Role.DECODE, 5), Heard()
     session._legs[StreamId(1)] = cast("Any", leg)
     kind = {
         "token": wire.PrefillToken, "done": wire.PrefillDone, "granted": wire.Granted,
         "joined": wire.Joined,
     }[field]  # fmt: skip
     told = kind(stream_id=1, **dict.fromkeys(names, value))
-    if is_prefill:
-        session._on_prefill_event(wire.PrefillEvent(**{field: told}))
-    else:
-        session._on_decode_event(wire.DecodeEvent(**{field: told}))
+    session._on_event(wire.WorkerEvent(**{field: told}))
     assert [getattr(leg.said[-1], name) for name in names] == [0.0] * len(names)
     assert session._impossible_times == dict.fromkeys(names, 1)
 
@@ -103,8 +100,8 @@ def test_a_time_that_cannot_be_is_as_if_it_was_not_told(
 @pytest.mark.parametrize(
     "event",
     [
-        wire.DecodeEvent(first=wire.PrefillToken(stream_id=1, token_id=100, logprob=math.nan)),
-        wire.DecodeEvent(
+        wire.WorkerEvent(token=wire.PrefillToken(stream_id=1, token_id=100, logprob=math.nan)),
+        wire.WorkerEvent(
             tokens=wire.StepTokens(
                 stream_ids=pack_u32([1, 2]),
                 indices=pack_u32([1, 1]),
@@ -115,22 +112,22 @@ def test_a_time_that_cannot_be_is_as_if_it_was_not_told(
     ],
     ids=["first", "step"],
 )
-def test_what_is_no_token_of_the_model_is_no_answer(event: wire.DecodeEvent) -> None:
+def test_what_is_no_token_of_the_model_is_no_answer(event: wire.WorkerEvent) -> None:
     """The client would read it, and be refused for it when another worker is to go on."""
     session = a_session(Role.DECODE)
     session.worker = a_worker(Role.DECODE, 5)
     session._legs[StreamId(1)] = cast("Any", object())
     with pytest.raises(RemoteProtocolError, match="below the vocabulary size 100"):
-        session._on_decode_event(event)
+        session._on_event(event)
 
 
 @pytest.mark.parametrize(
     ("event", "error", "words"),
     [
-        (wire.DecodeEvent(heartbeat=wire.Heartbeat()), RemoteProtocolError, "begins with a"),
-        (wire.DecodeEvent(hello=wire.Hello(incarnation=5)), IncompatiblePeer, "protocol 0"),
+        (wire.WorkerEvent(heartbeat=wire.Heartbeat()), RemoteProtocolError, "begins with a"),
+        (wire.WorkerEvent(hello=wire.Hello(incarnation=5)), IncompatiblePeer, "protocol 0"),
         (
-            wire.DecodeEvent(hello=codec.own_hello(wire.Role.DECODE, Incarnation(6))),
+            wire.WorkerEvent(hello=codec.own_hello(wire.Role.DECODE, Incarnation(6))),
             WorkerLost,
             "another process",
         ),
@@ -138,12 +135,12 @@ def test_what_is_no_token_of_the_model_is_no_answer(event: wire.DecodeEvent) -> 
     ids=["no hello", "another release", "another process"],
 )
 async def test_why_a_worker_did_not_say_hello_is_told(
-    event: wire.DecodeEvent, error: type[MeshError], words: str
+    event: wire.WorkerEvent, error: type[MeshError], words: str
 ) -> None:
     """Only an incarnation that differs is another process."""
 
     class Stream:
-        async def receive(self) -> wire.DecodeEvent:
+        async def receive(self) -> wire.WorkerEvent:
             return event
 
     session = a_session(Role.DECODE)
@@ -211,8 +208,7 @@ def test_a_report_says_what_is_held_and_where_home_is() -> None:
     full = reader.read(
         wire.WorkerStatus(
             paired=pack_u64([7]),
-            seen_prefill_id=3,
-            seen_decode_id=4,
+            seen_id=4,
             num_prompts=2,
             num_answers=5,
             home=wire.Role.DECODE,
@@ -224,7 +220,7 @@ def test_a_report_says_what_is_held_and_where_home_is() -> None:
     )
     assert (full.dram_token_s, full.ssd_token_s) == (1e-6, 0.0)  # what is no amount is not believed
     assert full.step_s == 0.0
-    assert full.seen == {Role.PREFILL: 3, Role.DECODE: 4}
+    assert full.seen == 4
     assert (full.num_prompts, full.num_answers, full.home_epoch) == (2, 5, 6)
     assert full.home is Role.DECODE
     assert full.paired is plain.paired
@@ -240,9 +236,9 @@ class Silence:
         yield address
 
 
-async def test_a_worker_that_serves_both_roles_has_two_sessions() -> None:
-    """It is usable when both are up; what it is at home says whether it has standing partners, or
-    is one; its orders count wherever they were sent."""
+async def test_a_worker_that_serves_both_roles_has_one_session() -> None:
+    """It is usable when that is up; what it is at home says whether it has standing partners, or
+    is one; its orders count whatever they ask for."""
     network: Any = Silence()
     policy = POLICIES["splitwise"]()
     randbytes = random.Random(1).randbytes
@@ -256,14 +252,11 @@ async def test_a_worker_that_serves_both_roles_has_two_sessions() -> None:
         other = read_announcement(other_announcement, "peer")
         for worker in (both, other):
             members.join(worker)
-        prefill, decode = (members.sessions[both.incarnation, role] for role in Role)
-        assert prefill is not decode
-        assert len(members.sessions) == 3
-        both.sessions.add(Role.PREFILL)
+        assert len(members.sessions) == 2
         assert not both.is_usable
-        both.sessions.add(Role.DECODE)
+        both.is_connected = True
         assert both.is_usable
-        both.silent.add(Role.DECODE)
+        both.is_silent = True
         assert not both.is_usable
 
         def partners(worker: Worker) -> list[int]:
@@ -273,34 +266,15 @@ async def test_a_worker_that_serves_both_roles_has_two_sessions() -> None:
         assert [partners(it) for it in (both, other, third)] == [[6], [], [6]]
         members.update(both.incarnation, WorkerStatus(home=Role.DECODE, home_epoch=1))
         assert [partners(it) for it in (both, other, third)] == [[], [], [5, 6]]
-        members.update(both.incarnation, WorkerStatus(seen={Role.PREFILL: StreamId(1)}))
+        members.update(both.incarnation, WorkerStatus(seen=StreamId(1)))
         both.sent(Role.PREFILL, StreamId(1), num_tokens=9, num_blocks=1)
-        both.sent(Role.DECODE, StreamId(1), num_tokens=0, num_blocks=2)
+        both.sent(Role.DECODE, StreamId(2), num_tokens=0, num_blocks=2)
         assert (both.pending_tokens, both.reserved_blocks) == (0, 2)
-        decode.abandon(WorkerLost("gone"))
+        members.sessions[both.incarnation].abandon(WorkerLost("gone"))
         assert both.reserved_blocks == 0
         members.leave(both, "it left")
         assert members.table.at_home_with_tokens == (other,)
         assert len(members.sessions) == 1
-
-
-async def test_a_role_that_a_worker_does_not_rejoin_with_is_over() -> None:
-    """Its session would outlive the worker, and keep its gateway from ending."""
-    network: Any = Silence()
-    policy, randbytes = POLICIES["splitwise"](), random.Random(1).randbytes
-    async with asyncio.timeout(10):
-        async with Membership(network, policy, Incarnation(1), randbytes).running() as members:
-            both = read_announcement(an_announcement(serves=[2, 3]), "peer")
-            members.join(both)
-            both.sessions |= {*Role}
-            both.sent(Role.DECODE, StreamId(1), num_tokens=0, num_blocks=2)
-            one = read_announcement(an_announcement(serves=[2]), "peer")
-            members.join(one)
-            assert [*members.sessions] == [(one.incarnation, Role.PREFILL)]
-            assert (one.sessions, one.reserved_blocks) == ({Role.PREFILL}, 0)
-            assert one.is_usable
-            members.join(read_announcement(an_announcement(serves=[2, 3]), "peer"))
-            assert len(members.sessions) == 2
 
 
 async def test_a_pair_that_is_wanted_is_told_to_its_worker_alone() -> None:
@@ -378,9 +352,9 @@ async def test_a_worker_with_an_impossible_host_does_not_join(host: str) -> None
     with pytest.raises(MeshError) as caught:
         async with (
             TcpNetwork().channel(Address(host, 9)) as channel,
-            open_stream(channel, PREFILL_SESSION) as stream,
+            open_stream(channel, WORKER_SESSION) as stream,
         ):
-            await stream.send(wire.PrefillCommand())
+            await stream.send(wire.WorkerCommand())
     assert isinstance(caught.value, WorkerLost)
 
 

@@ -348,8 +348,8 @@ def test_what_others_have_at_a_worker_is_what_it_reports_without_our_own() -> No
             Role.PREFILL, StreamId(number), 100, computes=True, now=0.0, num_cached=10 * number
         )
         decode.ordered(Role.DECODE, StreamId(number), 100, computes=False, now=0.0)
-    prefill.computed(Role.PREFILL, StreamId(1))
-    seen = {Role.PREFILL: StreamId(2), Role.DECODE: StreamId(2)}
+    prefill.computed(StreamId(1))
+    seen = StreamId(2)
     for num_gateways, tokens, answers in ((2, 420, 5), (1, 0, 0)):
         status = WorkerStatus(num_gateways=num_gateways, pending_tokens=500, num_answers=7)
         prefill.report(replace(status, seen=seen), 1.0)

@@ -30,9 +30,7 @@ W = Incarnation(1)
 
 def a_prefill(queue_s: float = 0.0, *, now: float = 0.0, seen: int = 0) -> Worker:
     worker = a_worker(Role.PREFILL, 1)
-    status = WorkerStatus(
-        queue_s=queue_s, prompt_steps=FIT, seen={Role.PREFILL: StreamId(seen)}, step_tokens=2048
-    )
+    status = WorkerStatus(queue_s=queue_s, prompt_steps=FIT, seen=StreamId(seen), step_tokens=2048)
     worker.report(status, now)
     return worker
 
@@ -79,12 +77,12 @@ def test_orders_wait_for_each_other_and_drain() -> None:
     order(worker, 1, 90, 1.0)  # 1.0 s, until 2.0
     order(worker, 2, 90, 1.5)  # until 3.0
     assert worker.wait_s(1.5) == (0.0, pytest.approx(1.5))
-    worker.computed(Role.PREFILL, StreamId(1))
+    worker.computed(StreamId(1))
     assert worker.wait_s(2.0) == (0.0, pytest.approx(0.5))
     assert worker.wait_s(4.0) == (0.0, 0.0)
     order(worker, 3, 90, 5.0)
     assert worker.wait_s(5.0) == (0.0, pytest.approx(1.0))
-    worker.ended(Role.PREFILL, StreamId(3))
+    worker.ended(StreamId(3))
     assert worker.wait_s(5.0) == (0.0, 0.0)
 
 
@@ -93,9 +91,7 @@ def test_nothing_is_counted_twice() -> None:
     worker = a_prefill(now=0.0)
     order(worker, 1, 90, 0.0)
     assert sum(worker.wait_s(0.0)) == pytest.approx(1.0)
-    worker.report(
-        WorkerStatus(queue_s=0.8, prompt_steps=FIT, seen={Role.PREFILL: StreamId(1)}), 0.2
-    )
+    worker.report(WorkerStatus(queue_s=0.8, prompt_steps=FIT, seen=StreamId(1)), 0.2)
     assert worker.wait_s(0.2) == (pytest.approx(0.8), 0.0)
 
 

@@ -75,9 +75,9 @@ def test_a_worker_with_foreign_work_is_mixed_until_none_is_left(home: Role) -> N
     other = Role.DECODE if home is Role.PREFILL else Role.PREFILL
     worker.sent(home, StreamId(1), num_tokens=9 * (home is Role.PREFILL), num_blocks=1)
     assert pool_of(worker) is at_home
-    worker.sent(other, StreamId(1), num_tokens=9 * (other is Role.PREFILL), num_blocks=1)
+    worker.sent(other, StreamId(2), num_tokens=9 * (other is Role.PREFILL), num_blocks=1)
     assert pool_of(worker) is Pool.MIXED
-    seen = {role: StreamId(1) for role in Role}
+    seen = StreamId(2)
     worker.report(WorkerStatus(num_prompts=1, num_answers=1, seen=seen))
     assert pool_of(worker) is Pool.MIXED
     own = {"num_prompts" if home is Role.PREFILL else "num_answers": 1}
@@ -89,9 +89,9 @@ def test_a_prompt_is_held_until_its_order_ends() -> None:
     """Computed is not over: its KV has to be sent."""
     worker = a_worker(Role.DECODE, 1, serves=BOTH)
     worker.sent(Role.PREFILL, StreamId(1), num_tokens=50, num_blocks=4)
-    worker.computed(Role.PREFILL, StreamId(1))
+    worker.computed(StreamId(1))
     assert (worker.pending_tokens, pool_of(worker)) == (0, Pool.MIXED)
-    worker.ended(Role.PREFILL, StreamId(1))
+    worker.ended(StreamId(1))
     assert pool_of(worker) is Pool.TOKEN
 
 
@@ -366,7 +366,7 @@ def test_what_a_gateway_counts_on_are_the_workers_that_its_policy_chooses_from()
     assert not table.sides
     assert numbers("least_loaded") == numbers("splitwise") == ([1, 2], [1, 2])
     for worker in table.workers:
-        worker.silent.add(Role.PREFILL)
+        worker.is_silent = True
     table.note_usability()
     assert numbers("least_loaded") == ([], [])
 
@@ -439,7 +439,7 @@ def test_who_cannot_move_needs_no_order_to_stay() -> None:
     table = a_mesh_of("prompt", "prompt", "token")
     table.join(a_worker(Role.PREFILL, 9))
     table.report(table.workers[-1], WorkerStatus(paired=table.workers[0].status.paired))
-    table.workers[-1].sessions.update(table.workers[-1].serves)
+    table.workers[-1].is_connected = True
     (move,) = change_home(table, Incarnation(1), "token", G1)
     assert move.worker == 1
 

@@ -254,8 +254,8 @@ def test_a_colocated_worker_is_a_pair_with_itself() -> None:
     prefill.status = WorkerStatus(paired=frozenset({busy.incarnation}))
     table.join(prefill)
     assert pairs_of(table) == [(1, 1), (2, 2), (3, 1)]
-    idle.sessions.clear()
-    busy.sessions.clear()
+    idle.is_connected = False
+    busy.is_connected = False
     table.note_usability()
     assert "no decode worker is usable" in table.why_not_ready()
 
@@ -264,7 +264,7 @@ def test_a_colocated_worker_that_is_not_usable_is_said_to_be_so() -> None:
     """And not that a prefill worker is missing, which none needs."""
     table = PeerTable()
     worker = a_colocated_worker(1)
-    worker.sessions.clear()
+    worker.is_connected = False
     table.join(worker)
     assert "is usable" in table.why_not_ready()
 
@@ -288,9 +288,9 @@ def test_unusable_workers_get_nothing_new(state: str) -> None:
         table.report(prefill, WorkerStatus(is_draining=True, paired=prefill.status.paired))
     else:
         if state == "silent":
-            prefill.silent.add(Role.PREFILL)
+            prefill.is_silent = True
         else:
-            prefill.sessions.clear()
+            prefill.is_connected = False
         table.note_usability()
     assert pairs_of(table) == []
 
@@ -428,6 +428,6 @@ def test_a_worker_with_a_shorter_context_gets_no_answer_that_was_let_in_before_i
         decisions = [decide(policy, table, request=request) for _ in range(4)]
         found = {it.prefill if role is Role.PREFILL else it.decode for it in decisions}
         assert found == {worker.incarnation for worker in chosen}
-    large.sessions.clear()
+    large.is_connected = False
     table.note_usability()
     assert route(POLICIES["round_robin"](), longer, table.sides, 0.0) is None
