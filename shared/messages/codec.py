@@ -13,7 +13,6 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from operator import attrgetter
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from shared import wire
@@ -52,7 +51,6 @@ MAX_TOKENS = (MAX_MESSAGE_BYTES - MAX_GRAMMAR_BYTES - (64 << 10)) // 4
 _MAX_U32 = (1 << 32) - 1
 _LAST_REASON = int(max(FinishReason))  # they are numbered without gaps
 _NAN = math.nan
-_PROMPT_TIMES = attrgetter(*PromptTimes._fields)
 _TRACE_CONTEXT = re.compile("00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
@@ -427,28 +425,14 @@ def prefill_token_to_wire(
     return message
 
 
-DURATIONS: dict[type, tuple[str, ...]] = {
-    wire.PrefillToken: ("queue_s", "compute_s", "fetch_s", "load_s"),
-    wire.PrefillDone: ("transfer_s", "exposed_s"),
-    wire.Granted: ("wait_s",),
-    wire.Joined: ("receive_s",),
-}
-"""What workers tell of time while they serve a request: for receipts and predictions alone."""
-
-
-def drop_impossible_times(
-    event: wire.PrefillToken | wire.PrefillDone | wire.Granted | wire.Joined,
-) -> list[str]:
-    """Set those durations of a worker's event to 0 that cannot be (negative, not finite), as if it
-    had not told them; return their names."""
-    names = [name for name in DURATIONS[type(event)] if not is_duration(getattr(event, name))]
-    for name in names:
-        setattr(event, name, 0.0)
-    return names
+def told_s(seconds: float) -> float:
+    """Return a duration that a worker tells for receipts and predictions; one that cannot be
+    (negative, not finite) is as if it was not told: a clock that jumped must not cost an answer."""
+    return seconds if is_duration(seconds) else 0.0
 
 
 def prefill_token_from_wire(event: wire.PrefillToken) -> tuple[AnswerToken, PromptTimes]:
-    """Unpack and check the first token of an attempt; the worker's times in it are as they came."""
+    """Unpack and check the first token of an attempt, and how its prompt was computed."""
     top_ids = unpack_u32(event.top_ids, name="top_ids")
     tops = unpack_f32(event.top_logprobs, count=len(top_ids), name="top_logprobs")
     logprobs = None
@@ -467,4 +451,15 @@ def prefill_token_from_wire(event: wire.PrefillToken) -> tuple[AnswerToken, Prom
         logprobs,
         prompt_logprobs,
     )
-    return token, PromptTimes(*_PROMPT_TIMES(event))
+    times = PromptTimes(
+        told_s(event.queue_s),
+        told_s(event.compute_s),
+        event.cached_tokens,
+        event.fetched_tokens,
+        told_s(event.fetch_s),
+        event.fetched_bytes,
+        event.dram_tokens,
+        event.ssd_tokens,
+        told_s(event.load_s),
+    )
+    return token, times

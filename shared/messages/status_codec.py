@@ -7,7 +7,7 @@ from typing import Any
 
 from shared import wire
 from shared.ids import Incarnation, StreamId
-from shared.messages.codec import ROLES, fields_of, is_duration, role_to_wire
+from shared.messages.codec import ROLES, fields_of, is_duration, role_to_wire, told_s
 from shared.messages.columns import pack_f32, pack_u64, unpack_f32, unpack_u64
 from shared.predict.step_time import NO_FIT, StepFit
 from shared.worker_status import WorkerStatus
@@ -61,8 +61,7 @@ class StatusReader:
                 self._paired = frozenset(paired)
             self._columns = columns
         times: dict[str, Any] = {
-            name: value if is_duration(value) else 0.0
-            for name, value in fields_of(status, _TIMES).items()
+            name: told_s(value) for name, value in fields_of(status, _TIMES).items()
         }
         return WorkerStatus(
             **fields_of(status, _SAME),

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import random
 import subprocess
-from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -258,7 +257,7 @@ async def test_a_worker_that_fell_silent_is_dialled_again_at_once(
         port = between.sockets[0].getsockname()[1]
         peer = a_worker_of(Role.DECODE, int(host.incarnation), host="127.0.0.1", port=port)
         network = service("gateway", gateway)
-        session = WorkerSession(peer, network, Incarnation(7), lambda: None, Counter())
+        session = WorkerSession(peer, network, Incarnation(7), lambda: None)
         running = tasks.create_task(session.run())
         await host.until(lambda: host.sessions)
         silent.update(links)

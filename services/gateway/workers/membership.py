@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 import structlog
@@ -89,7 +88,6 @@ class Membership:
         self._tasks: asyncio.TaskGroup
         self.sessions: dict[Incarnation, WorkerSession] = {}
         self._session_tasks: dict[WorkerSession, asyncio.Task[None]] = {}
-        self.impossible_times: Counter[str] = Counter()
         self.usability = News()
         self.on_news: Callable[[Worker | None], None] = lambda worker: None
         self.directives: dict[Incarnation, News] = {}
@@ -130,7 +128,6 @@ class Membership:
                 self._network,
                 self.incarnation,
                 self.note_usability,
-                self.impossible_times,
             )
             self._session_tasks[session] = self._tasks.create_task(session.run())
         _log.info(

@@ -63,11 +63,6 @@ def _of_mesh(mesh: GatewayMesh, members: Membership) -> Iterator[Metric]:
         "Snapshots asked for because the index differed from what a worker has",
         value=0 if index is None else index.num_resyncs,
     )
-    yield CounterMetricFamily(
-        "pdmesh_gateway_impossible_times",
-        "Durations that workers told and that cannot be; taken as not told",
-        value=members.impossible_times.total(),
-    )
     workers = GaugeMetricFamily("pdmesh_gateway_workers", "Workers joined", labels=["role"])
     usable = GaugeMetricFamily(
         "pdmesh_gateway_workers_usable", "Workers that take new work", labels=["role"]

@@ -10,7 +10,6 @@ request is ``session.py``'s and the lifecycle core's affair.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -47,8 +46,7 @@ SessionStream: TypeAlias = ClientStream[wire.WorkerCommand, wire.WorkerEvent]
 class WorkerSession:
     """The gateway's end of a worker's session stream, across reconnections.
 
-    on_change: called when the worker's usability changed. impossible_times: of the whole gateway,
-    counted by their names.
+    on_change: called when the worker's usability changed.
     """
 
     def __init__(
@@ -57,13 +55,11 @@ class WorkerSession:
         network: Network,
         incarnation: Incarnation,
         on_change: Callable[[], None],
-        impossible_times: Counter[str],
     ) -> None:
         self.worker = worker
         self._network = network
         self._hello = codec.own_hello(wire.Role.GATEWAY, incarnation)
         self._on_change = on_change
-        self._impossible_times = impossible_times
         self._legs: dict[StreamId, LegShell] = {}
         self._control: HeartbeatStream[wire.WorkerCommand, wire.WorkerEvent] | None = None
         self._next_stream_id = 1
@@ -227,17 +223,14 @@ class WorkerSession:
         elif event.token is not None:
             self._on_first_token(event.token)
         elif event.done is not None:
-            self._check_times(event.done)
             leg = self._close(StreamId(event.done.stream_id))
             if leg is not None:
                 leg.pushed(event.done)
         elif event.joined is not None:
-            self._check_times(event.joined)
             leg = self._legs.get(StreamId(event.joined.stream_id))
             if leg is not None:
                 leg.joined(event.joined)
         elif event.granted is not None:
-            self._check_times(event.granted)
             leg = self._legs.get(StreamId(event.granted.stream_id))
             if leg is not None:
                 leg.granted(event.granted)
@@ -249,7 +242,6 @@ class WorkerSession:
         leg = self._legs.get(stream_id)
         if leg is None:
             return
-        self._check_times(event)
         token, times = codec.prefill_token_from_wire(event)
         self._check_ids([token.token_id])
         self.worker.computed(stream_id)
@@ -277,16 +269,6 @@ class WorkerSession:
                 if reason:
                     self._close(StreamId(stream_id))
                 leg.token(AnswerToken(index, token_id, _REASONS[reason], row_logprobs))
-
-    def _check_times(
-        self, event: wire.PrefillToken | wire.PrefillDone | wire.Granted | wire.Joined
-    ) -> None:
-        """Take a time that cannot be as one that was not told, and count it. No answer hangs on it:
-        a clock that jumped must not cost what else runs over this session."""
-        for name in codec.drop_impossible_times(event):
-            if not self._impossible_times[name]:
-                _log.warning("impossible time", worker=self.worker.incarnation, param=name)
-            self._impossible_times[name] += 1
 
     def _check_ids(self, token_ids: Sequence[int]) -> None:
         """Refuse what is no token of the model: the client would read it, and the next attempt's

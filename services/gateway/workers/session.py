@@ -66,19 +66,29 @@ class LegShell:
     def pushed(self, event: wire.PrefillDone) -> None:
         """Prefill has nothing left to do."""
         self._request.timeline.pushed(
-            Transfer(event.bytes_sent, event.transfer_s, event.exposed_s, event.lane, event.mode)
+            Transfer(
+                event.bytes_sent,
+                codec.told_s(event.transfer_s),
+                codec.told_s(event.exposed_s),
+                event.lane,
+                event.mode,
+            )
         )
         self._request.lifecycle.prefill_done(self._attempt)
 
     def granted(self, event: wire.Granted) -> None:
         """Decode reserved the blocks."""
-        self._request.timeline.granted(cached_tokens=event.cached_tokens, wait_s=event.wait_s)
+        self._request.timeline.granted(
+            cached_tokens=event.cached_tokens, wait_s=codec.told_s(event.wait_s)
+        )
         self._request.granted(self._attempt)
 
     def joined(self, event: wire.Joined) -> None:
         """Decode has all KV."""
         self._request.timeline.joined(
-            num_bytes=event.bytes_received, receive_s=event.receive_s, lane=event.lane
+            num_bytes=event.bytes_received,
+            receive_s=codec.told_s(event.receive_s),
+            lane=event.lane,
         )
         self._request.lifecycle.joined(self._attempt)
 
