@@ -10,6 +10,9 @@ from importlib.resources import files
 from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool
+from grpclib.health.v1 import health_pb2
+from grpclib.reflection.v1 import reflection_pb2
+from grpclib.reflection.v1alpha import reflection_pb2 as reflection_alpha_pb2
 
 
 @cache
@@ -21,26 +24,11 @@ def schema() -> descriptor_pb2.FileDescriptorSet:
 
 @cache
 def descriptors() -> Any:
-    """Return protobuf's default pool with our files in it: where reflection looks."""
-    pool: Any = descriptor_pool.Default()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    """Return a pool with our files and those of the standard services: where reflection looks. Not
+    protobuf's default one: a process may hold our server beside somebody's stubs of these files."""
+    pool: Any = descriptor_pool.DescriptorPool()
     for file in schema().file:
-        pool.AddSerializedFile(_as_generated(file).SerializeToString())
+        pool.Add(file)
+    for module in (health_pb2, reflection_pb2, reflection_alpha_pb2):
+        pool.AddSerializedFile(module.DESCRIPTOR.serialized_pb)
     return pool
-
-
-def _as_generated(file: descriptor_pb2.FileDescriptorProto) -> descriptor_pb2.FileDescriptorProto:
-    """Return the file byte for byte as protoc's Python stubs register it: without derived JSON
-    names.
-
-    The pool takes a file twice only if both are equal, and a process may hold our server beside
-    somebody's stubs of the same files.
-    """
-    copy = descriptor_pb2.FileDescriptorProto()
-    copy.CopyFrom(file)
-    messages = list(copy.message_type)
-    while messages:
-        message = messages.pop()
-        messages += message.nested_type
-        for field in message.field:
-            field.ClearField("json_name")
-    return copy
