@@ -71,7 +71,6 @@ STATUS_TABLE: dict[str, StatusRow] = {
     "incompatible_peer": StatusRow(503, Status.FAILED_PRECONDITION, "server_error", False),
     "not_of_this_mesh": StatusRow(503, Status.UNAUTHENTICATED, "server_error", False),
     "engine_failed": StatusRow(503, Status.UNAVAILABLE, "server_error", True),
-    "engine_poisoned": StatusRow(500, Status.INTERNAL, "server_error", False),
     "model_error": StatusRow(500, Status.FAILED_PRECONDITION, "server_error", False),
     "internal": StatusRow(500, Status.INTERNAL, "server_error", False),
 }

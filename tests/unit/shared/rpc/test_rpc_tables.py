@@ -60,7 +60,6 @@ def test_every_error_has_a_row() -> None:
         ("deadline", 504, Status.DEADLINE_EXCEEDED),
         ("worker_lost", 503, Status.UNAVAILABLE),
         ("kv_transfer_failed", 503, Status.UNAVAILABLE),
-        ("engine_poisoned", 500, Status.INTERNAL),
         ("shutting_down", 503, Status.UNAVAILABLE),
     ],
 )
