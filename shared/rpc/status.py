@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
+import msgspec
 from grpclib.const import Status
 from grpclib.metadata import encode_grpc_message
 
@@ -118,48 +119,36 @@ def status_message(error: MeshError) -> str:
     return message
 
 
+class _ErrorRecord(msgspec.Struct):
+    """The trailer."""
+
+    type: str
+    message: str
+    param: str = ""
+    code: str = ""
+    retry_after_s: float = 0.0
+
+
 def error_to_json(error: MeshError) -> str:
     """Return the error as printable ASCII JSON of at most MAX_TRAILER_BYTES."""
-    record: dict[str, Any] = {
-        "type": error.type,
-        "message": error.message[:_MAX_MESSAGE_CHARS],
-        "param": error.param[:128],
-        "code": error.code[:128],
-        "retry_after_s": error.retry_after_s,
-    }
-    text = json.dumps(record)
+    message, param, code = error.message[:_MAX_MESSAGE_CHARS], error.param[:128], error.code[:128]
+    record = _ErrorRecord(error.type, message, param, code, error.retry_after_s)
     # Cut in the message, not in the JSON: what is left must still be read by a program.
-    while len(text) > MAX_TRAILER_BYTES:  # escapes make one character up to 12 bytes
-        record["message"] = record["message"][: len(record["message"]) // 2]
-        text = json.dumps(record)
+    while len(text := json.dumps(msgspec.structs.asdict(record))) > MAX_TRAILER_BYTES:
+        record.message = record.message[: len(record.message) // 2]  # escapes: up to 12 bytes each
     return text
 
 
 def error_from_json(text: str) -> MeshError | None:
     """Return the error of a ``pdmesh-error`` trailer, or None if it is not one."""
     try:
-        record = json.loads(text)
+        it = msgspec.json.decode(text, type=_ErrorRecord)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(record, dict):
-        return None
-    fields: dict[str, Any] = {
-        name: value
-        for name in ("type", "message", "param", "code")
-        if isinstance(value := record.get(name), str)  # pyright: ignore[reportUnknownMemberType,reportUnknownVariableType]
-    }
-    if "type" not in fields or "message" not in fields:
-        return None
-    retry: object = record.get("retry_after_s")  # pyright: ignore[reportUnknownMemberType,reportUnknownVariableType]
-    retry_after_s = float(retry) if isinstance(retry, (int, float)) and 0 <= retry < 86400 else 0.0
     # A newer version may know errors that we do not.
-    cls = ERROR_TYPES.get(fields["type"], RemoteProtocolError)
-    return cls(
-        fields["message"],
-        param=fields.get("param", ""),
-        code=fields.get("code", ""),
-        retry_after_s=retry_after_s,
-    )
+    cls = ERROR_TYPES.get(it.type, RemoteProtocolError)
+    retry_after_s = it.retry_after_s if 0 <= it.retry_after_s < 86400 else 0.0
+    return cls(it.message, param=it.param, code=it.code, retry_after_s=retry_after_s)
 
 
 def error_from_grpc(status: Status, message: str, trailer: str | None) -> MeshError:
