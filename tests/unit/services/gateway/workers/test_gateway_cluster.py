@@ -228,7 +228,7 @@ def a_worker(role: Role, incarnation: int, **fields: object) -> Worker:
         num_blocks=100,
         block_size=16,
         status=status,
-        sessions={role},
+        is_connected=True,
     )
     for name, value in fields.items():
         setattr(worker, name, value)
@@ -354,10 +354,10 @@ def test_without_traffic_there_are_no_percentiles() -> None:
     ("fields", "state"),
     [
         ({}, "usable"),
-        ({"silent": {Role.DECODE}}, "suspect"),
-        ({"sessions": set()}, "connecting"),
-        ({"sessions": set(), "silent": {Role.DECODE}}, "connecting"),
-        ({"status": WorkerStatus(is_draining=True), "silent": {Role.DECODE}}, "draining"),
+        ({"is_silent": True}, "suspect"),
+        ({"is_connected": False}, "connecting"),
+        ({"is_connected": False, "is_silent": True}, "connecting"),
+        ({"status": WorkerStatus(is_draining=True), "is_silent": True}, "draining"),
     ],
 )
 def test_a_workers_state_is_one_word(fields: dict[str, object], state: str) -> None:
