@@ -73,7 +73,7 @@ class SenderTiming:
     """Patience of the source, in seconds.
 
     open_s: the sink answers an open within this, however long its reservation may wait.
-    stall_s: credit, receipts or sends make some progress within this while the sink owes any.
+    stall_s: frames that have credit cross and are acknowledged, some of them within this.
     settle_s: sends settle within this once the transfer has ended, else the pair is closed.
     """
 
@@ -193,7 +193,7 @@ class ReceiverTiming:
     """Patience of the sink, in seconds.
 
     open_s: an open waits this long to be reserved for; from then on it waits with its reservation.
-    stall_s: a posted frame arrives within this, or another one does.
+    stall_s: a posted frame whose KV is computed arrives within this, or another one does.
     settle_s: receives and copies of an ended transfer settle within this, else the pair is closed.
     """
 

@@ -81,6 +81,8 @@ class Receiver:
         self._frames: list[Frame] = []
         self._last_span: Span | None = None
         self._next_start = 0
+        self._num_written = 0  # frames whose KV the source has, as far as it has said
+        self._written_at = 0.0
         self._next_post = 0
         self._uncredited: list[int] = []  # slots of the newest receives, not told yet
         self._posted: dict[int, int] = {}  # frame index -> slot that the transport may write
@@ -115,6 +117,12 @@ class Receiver:
         )
 
     @property
+    def wants_ahead(self) -> bool:
+        """Whether the KV of the next frame may not be computed yet, as far as the source has
+        said."""
+        return self._next_post >= self._num_written
+
+    @property
     def num_slots(self) -> int:
         """Slots that it has."""
         return len(self._posted) + len(self._placing)
@@ -132,14 +140,15 @@ class Receiver:
     @property
     def deadline_at(self) -> float | None:
         """When ``tick`` has something to say."""
-        if self.state in _SETTLING:
-            patience_s = self._timing.settle_s
-        elif self.state in _LIVE and self._posted:
-            patience_s = self._timing.stall_s
-        else:
-            return None
         frames = map(self._frames.__getitem__, self._posted)
-        return self.flow.waits_until(self._progress_at, patience_s, frames)
+        if self.state in _SETTLING:
+            return self.flow.waits_until(self._progress_at, self._timing.settle_s, frames)
+        # A step takes as long as it takes: the source owes nothing that it may yet compute. That it
+        # lives its pair tells, and a frame that is lost on the way it misses itself.
+        if self.state not in _LIVE or next(iter(self._posted), self._num_written) >= self._num_written:
+            return None
+        since = max(self._progress_at, self._written_at)
+        return self.flow.waits_until(since, self._timing.stall_s, frames)
 
     # --- events of the peer ---
 
@@ -164,6 +173,7 @@ class Receiver:
         )
         if len(self._frames) + len(frames) > MAX_FRAMES:
             raise RemoteProtocolError("more frames than one transfer may have")
+        self._written(now)  # what was announced before: a span comes when the last one is computed
         # From the first span on: the wait before it is for the prompt, not for the transfer.
         if self._last_span is None:
             self._began_at = now
@@ -185,6 +195,7 @@ class Receiver:
                 f"{len(self._frames)} frames and {self._num_tokens} tokens"
             )
         self._commit = commit
+        self._written(now)
         if self._placed_prefix == len(self._frames):
             self._finish(now)
             self._acknowledge()
@@ -317,6 +328,10 @@ class Receiver:
         self._effects.append(CloseLink(self.link, "a transfer that ended does not settle"))
 
     # --- inside ---
+
+    def _written(self, now: float) -> None:
+        self._num_written = len(self._frames)
+        self._written_at = now
 
     def _slot_home(self, slot: int) -> None:
         self._free_slots.append(slot)

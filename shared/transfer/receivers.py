@@ -3,9 +3,10 @@
 A transfer starts when the source has opened it *and* the lease side has reserved room for it;
 either may come first. An open waits a few seconds for its reservation, and then as long as that
 waits for room. Staging slots are few and shared: a transfer with announced frames queues for one at
-a time, in the order of its first wish, and holds at most ``window``; so slots go round, and a
-source that announces and then stalls cannot take them all. The link that has the fewest gets the
-next, and over a slow one (``flow.py``) a transfer holds fewer: quicker ones go on beside it.
+a time, in the order of its first wish, and holds at most ``window``; so slots go round. The link
+that has the fewest gets the next (``slot_queue.py``), and over a slow one (``flow.py``) a transfer
+holds fewer: quicker ones go on beside it. A frame may be announced long before it is computed; such
+ones leave some slots free.
 
     slots = free + posted + placing          (``check_integrity``)
 
@@ -43,6 +44,7 @@ from shared.transfer.messages import (
 )
 from shared.transfer.plan import MAX_FRAMES, FrameRule
 from shared.transfer.receiver import Receiver
+from shared.transfer.slot_queue import SlotQueue
 
 MAX_ENDED = 4096
 """Reservations that ended before their open came, and are remembered to refuse it."""
@@ -111,7 +113,7 @@ class Receivers:
         self._ended: dict[TransferKey, MeshError] = {}  # before their open came; oldest first
         self._receivers: dict[TransferKey, Receiver] = {}
         self._by_id: dict[tuple[LinkId, TransferId], Receiver] = {}
-        self._queue: dict[TransferKey, Receiver] = {}  # in the order of first wishes
+        self._queue: SlotQueue[Receiver] = SlotQueue(num_slots, self._may_have_slot)
         self._effects: list[ReceiverEffect] = []
         self.next_tick_at: float | None = None
         """No deadline passes before this; None = there is none. May be earlier than needed."""
@@ -323,7 +325,7 @@ class Receivers:
                 f"+ {len(placing)} placing, each once"
             )
         if self._free_slots and any(
-            r.wants_slot and _may_have_slot(r) for r in self._receivers.values()
+            r.wants_slot and self._may_have_slot(r) for r in self._receivers.values()
         ):
             raise InvariantViolated("a frame waits for a slot while one is free")
 
@@ -357,11 +359,11 @@ class Receivers:
         """After any event of a receiver: forget it, or let it queue; note its deadline."""
         if receiver.is_over:
             self._receivers.pop(receiver.key, None)
-            self._queue.pop(receiver.key, None)
+            self._queue.discard(receiver.key)
             self._by_id.pop((receiver.link, receiver.grant.transfer_id), None)
             return
-        if receiver.wants_slot and receiver.key not in self._queue:
-            self._queue[receiver.key] = receiver
+        if receiver.wants_slot:
+            self._queue.add((receiver.link, receiver.wants_ahead), receiver)
         self._note_deadline(receiver.deadline_at)
 
     def _note_deadline(self, deadline_at: float | None) -> None:
@@ -370,16 +372,17 @@ class Receivers:
         ):
             self.next_tick_at = deadline_at
 
+    def _may_have_slot(self, receiver: Receiver) -> bool:
+        # A frame that is not computed yet keeps its slot for as long as a step takes: a link that
+        # waits for such ones leaves one of four free, to KV that could cross at once.
+        most = 3 * (len(self._free_slots) - 1)
+        if receiver.wants_ahead and receiver.flow.num_in_flight > most:
+            return False
+        return receiver.num_slots < receiver.flow.most
+
     def _take(self, now: float) -> list[ReceiverEffect]:
         credited: dict[TransferKey, Receiver] = {}
-        while self._free_slots:
-            # Whose link has the fewest: one that is slow, and keeps each for long, would else come
-            # to have nearly all.
-            ready = filter(_may_have_slot, self._queue.values())
-            receiver = min(ready, key=lambda it: it.flow.num_in_flight, default=None)
-            if receiver is None:
-                break
-            del self._queue[receiver.key]
+        while self._free_slots and (receiver := self._queue.take()) is not None:
             if receiver.wants_slot:
                 receiver.slot_given(self._free_slots.pop(), now)
                 credited[receiver.key] = receiver
@@ -390,7 +393,3 @@ class Receivers:
         # The list itself stays: all receivers append to it.
         effects, self._effects[:] = list(self._effects), []
         return effects
-
-
-def _may_have_slot(receiver: Receiver) -> bool:
-    return receiver.num_slots < receiver.flow.most

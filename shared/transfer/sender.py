@@ -148,11 +148,9 @@ class Sender:
                 if self._in_flight:
                     return self._sends_until(self._timing.stall_s)
                 # What the sink may owe: receipts of frames that have crossed, the last one of a
-                # commit, credit for frames that are written.
-                is_owed = not self.can_send and (
-                    self._acked < self._next_frame
-                    or self.state is SenderState.COMMITTING
-                    or (self._is_written and self._next_frame >= self._credit)
+                # commit. Credit comes when others' frames have left its slots: it counts for these.
+                is_owed = self._acked < self._next_frame or (
+                    self.state is SenderState.COMMITTING and self._next_frame == len(self._frames)
                 )
                 return self._progress_at + self._timing.stall_s if is_owed else None
             case SenderState.FINISHING | SenderState.ABORTING:
@@ -255,10 +253,6 @@ class Sender:
         else:
             self._say_abort(error)
             self._drain()
-
-    def wait_from(self, now: float) -> None:
-        """Nobody owed anything until now: a prompt may have waited its turn for long."""
-        self._progress_at = now
 
     # --- events of the peer ---
 

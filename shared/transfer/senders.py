@@ -32,6 +32,7 @@ from shared.transfer.messages import (
 )
 from shared.transfer.plan import Frame, FrameRule, PushMode, plan_frames
 from shared.transfer.sender import Sender
+from shared.transfer.slot_queue import SlotQueue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +61,7 @@ class Senders:
         self._flows: dict[LinkId, Flow] = {}
         self._senders: dict[TransferKey, Sender] = {}
         self._by_id: dict[tuple[LinkId, TransferId], Sender] = {}
-        self._queue: dict[TransferKey, Sender] = {}  # in the order of first wishes
+        self._queue: SlotQueue[Sender] = SlotQueue(num_slots, self._may_have_slot)
         self._effects: list[SenderEffect] = []
         self.next_tick_at: float | None = None
         """No deadline passes before this; None = there is none. May be earlier than needed."""
@@ -256,12 +257,7 @@ class Senders:
         # After the end of blocks' use the caller may not have looked yet; nothing is wrong.
         if sender is None or sender.is_ended:
             return []
-        # A prompt may wait for its turn longer than the sink may be silent: its cached KV, written
-        # as it is announced, would be overdue in the same instant.
-        is_owed = sender.deadline_at is not None
         event(sender)
-        if not is_owed:
-            sender.wait_from(now)
         self._settle(sender)
         return self._take(now)
 
@@ -270,14 +266,15 @@ class Senders:
         if sender.is_over:
             if self._senders.pop(sender.key, None) is not None:
                 sender.flow.num_transfers -= 1
-            self._queue.pop(sender.key, None)
+            self._queue.discard(sender.key)
             if sender.transfer_id is not None:
                 self._by_id.pop((sender.link, sender.transfer_id), None)
             return
         if sender.transfer_id is not None:
             self._by_id[sender.link, sender.transfer_id] = sender
-        if sender.can_send and sender.key not in self._queue:
-            self._queue[sender.key] = sender
+        if sender.can_send:
+            # Prefixes in a line of their own, as they may wait for more than their link.
+            self._queue.add((sender.link, sender.is_prefix), sender)
         deadline_at = sender.deadline_at
         if deadline_at is not None and (
             self.next_tick_at is None or deadline_at < self.next_tick_at
@@ -289,13 +286,7 @@ class Senders:
         return not is_over_prefixes and not sender.flow.is_full
 
     def _take(self, now: float) -> list[SenderEffect]:
-        while self._free_slots:
-            # Whose link has the fewest, as at the sink.
-            ready = filter(self._may_have_slot, self._queue.values())
-            sender = min(ready, key=lambda it: it.flow.num_in_flight, default=None)
-            if sender is None:
-                break
-            del self._queue[sender.key]
+        while self._free_slots and (sender := self._queue.take()) is not None:
             if sender.can_send:
                 self._num_prefix_slots += sender.is_prefix
                 sender.slot_given(self._free_slots.pop(), now)

@@ -351,6 +351,26 @@ async def test_a_slow_link_does_not_hold_up_the_others() -> None:
         assert not any(request.joined for request in long)
 
 
+@pytest.mark.parametrize(
+    ("mode", "step_s"),
+    [("serialized", 40.0), pytest.param("layerwise", 130.0, marks=pytest.mark.slow)],
+)
+@virtual_time
+async def test_a_step_may_take_longer_than_a_frame_on_its_way(mode: str, step_s: float) -> None:
+    """Its frames are announced when it begins. Those of a prompt that is computed before it do not
+    wait for its end, however few staging slots decode has: two."""
+    async with worker_mesh(
+        prefill={"transfer_mode": mode, "token_budget": 128, "group_kib": 1},
+        timing=FakeTiming(base_s=step_s),
+    ) as mesh:
+        prompts = [a_prompt(100 + number, seed=number) for number in range(3)]
+        asked = [mesh.start(prompt, 2) for prompt in prompts]
+        for prompt, request in zip(prompts, asked, strict=True):
+            assert await request.finished() == expected(prompt, 2)
+            assert request.done is not None
+            assert request.done.exposed_s < 1.0
+
+
 @virtual_time
 async def test_the_status_that_gateways_see_is_the_truth() -> None:
     """Pending tokens, free and reserved blocks, and the pair, while a request runs."""

@@ -92,6 +92,13 @@ class End:
         self.say(Span(self.id, 0, num_tokens))
         return self
 
+    def announced(self, *starts: int) -> End:
+        """Spans of four tokens, and all of them computed."""
+        for start in starts:
+            self.say(Span(self.id, start, start + 4))
+        self.say(Commit(self.id, 7, 3 * len(starts)))
+        return self
+
     def open(self, key: TransferKey = KEY, link: LinkId = LINK) -> list[Any]:
         return self.core.message(link, Open(key), self.now)
 
@@ -131,9 +138,7 @@ def kinds(effects: list[Any]) -> list[str]:
 @pytest.mark.parametrize(("took_s", "more_s"), [(0.01, 1.0), (4.0, 8.0)])
 def test_a_lost_frame_is_waited_for_as_long_as_others_took(took_s, more_s):
     """As at the source: a moment more than a small one, or what the slowest link takes."""
-    end = End(rule=LARGE).granted(num_tokens=16)
-    for start in range(0, 16, 4):
-        end.say(Span(end.id, start, start + 4))
+    end = End(rule=LARGE).granted(num_tokens=16).announced(0, 4, 8, 12)
     for frame_idx in range(11):
         end.now += took_s if frame_idx == 10 else 0.01
         end.come(frame_idx)
@@ -294,13 +299,12 @@ def test_the_link_with_the_fewest_slots_gets_the_next():
     end = End(num_slots=4, window=2)
     keys = [KEY._replace(request_id=RequestId(b"%16d" % number)) for number in range(3)]
     for key in keys:
-        end.granted(key=key)
-        end.say(Span(end.id, 0, 4))
+        end.granted(key=key).announced(0)
     end.core.link_up(OTHER_LINK, THEM, RULE)
     end.open(OTHER, OTHER_LINK)
     (grant,) = end.core.attached(OTHER, 4, 0, end.now)
-    span = Span(grant.message.transfer_id, 0, 4)
-    assert end.core.message(OTHER_LINK, span, end.now) == []
+    for word in (Span(grant.message.transfer_id, 0, 4), Commit(grant.message.transfer_id, 7, 3)):
+        assert end.core.message(OTHER_LINK, word, end.now) == []
     posted: list[TransferKey] = []
     for key, frame_idx in ((keys[0], 0), (keys[1], 0), (OTHER, 0), (keys[0], 1)):
         end.arrive(frame_idx, key=key)
@@ -312,9 +316,7 @@ def test_the_link_with_the_fewest_slots_gets_the_next():
 def test_over_a_slow_link_a_transfer_holds_few_slots():
     """After a frame that took long it posts no more until it has half as many, and one more with
     each that is quick."""
-    end = End(num_slots=8).granted(num_tokens=16)
-    for start in (0, 4, 8, 12):
-        end.say(Span(end.id, start, start + 4))
+    end = End(num_slots=8).granted(num_tokens=16).announced(0, 4, 8, 12)
     assert end.free_slots == 0
     end.later(3.0)
     came = [end.arrive(frame_idx) + end.place(frame_idx) for frame_idx in range(5)]
@@ -339,7 +341,8 @@ def test_slots_go_round_within_a_window():
     assert kinds(posts) == ["PostReceive"] * 3 + ["Credit"]
     end.granted(key=OTHER)
     second = end.id
-    posts = end.say(Span(second, 0, 4))
+    assert end.say(Span(second, 0, 4)) == []
+    posts = end.say(Commit(second, 7, 3))
     assert [(p.key, p.frame.idx) for p in posts[:-1]] == [(OTHER, 0)]
     assert posts[-1].message == Credit(second, 1, (posts[0].slot,))
     end.arrive(0)
@@ -436,13 +439,46 @@ def test_what_does_not_settle_closes_the_pair():
     assert effects == [ReleaseLease(KEY)]
 
 
-def test_a_frame_that_never_comes_fails_the_transfer():
-    """30 s of silence on a posted frame, though the peer lives."""
-    end = End().receiving()
+@pytest.mark.parametrize("word", ["the next span", "commit"])
+def test_a_frame_that_never_comes_fails_the_transfer(word: str):
+    """30 s of silence on a posted frame whose KV is computed, as its source has said, though the
+    peer lives."""
+    end = End().granted(num_tokens=8)
+    end.say(Span(end.id, 0, 4))
+    end.say(Span(end.id, 4, 8))
+    if word == "commit":
+        for frame_idx in range(3):
+            end.come(frame_idx)
+        end.later(1000.0)
+        end.say(Commit(end.id, 7, 6))
     end.later(29.0)
-    end.come(0)
+    end.come(0 if word == "the next span" else 3)
     assert end.later(29.0) == []
     assert kinds(end.later(1.01)) == ["StopSending", "ReportFailure", "QuarantineLease"]
+
+
+def test_a_step_may_take_as_long_as_it_likes():
+    """A frame that is announced may still be computed, the first one or any after it."""
+    end = End().receiving(num_tokens=8)
+    for frame_idx in range(3):
+        assert end.later(1e6) == []
+        end.come(frame_idx)
+
+
+def test_what_is_not_computed_yet_leaves_slots_free():
+    """A link keeps one of four free, which go at once to frames that can come at once."""
+    end = End(num_slots=8, window=8).granted(num_tokens=16)
+    end.say(Span(end.id, 0, 4))
+    end.say(Span(end.id, 4, 8))
+    slow = KEY._replace(attempt=1)
+    end.granted(key=slow).say(Span(end.id, 0, 4))
+    assert end.free_slots == 2
+    end.core.link_up(OTHER_LINK, THEM, RULE)
+    end.open(OTHER, OTHER_LINK)
+    (grant,) = end.core.attached(OTHER, 4, 0, end.now)
+    posts = end.core.message(OTHER_LINK, Span(grant.message.transfer_id, 0, 4), end.now)
+    assert kinds(posts) == ["PostReceive", "Credit"]
+    assert kinds(end.say(Commit(end.id, 7, 3))) == ["PostReceive", "Credit"]
 
 
 def test_nobody_waits_for_a_prompt_that_queues():

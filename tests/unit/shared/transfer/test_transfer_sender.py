@@ -516,15 +516,18 @@ def test_a_slow_step_is_no_stall():
     assert end.later(1000.0) == []
 
 
-@pytest.mark.parametrize("is_cached", [True, False])
-def test_a_prompt_that_has_waited_long_is_no_stall(is_cached: bool) -> None:
-    """Its first KV is written before any credit can have come: patience begins with it."""
+@pytest.mark.parametrize("is_committed", [True, False])
+def test_credit_may_come_late(is_committed: bool) -> None:
+    """The sink's slots may be others', whose steps take long; patience begins with the frames that
+    it gives credit for."""
     end = End().granted()
+    end.span(0, 4, is_cached=True)
+    if is_committed:
+        end.core.commit(KEY, 7, end.now)
     assert end.later(1000.0) == []
-    end.span(0, 4, is_cached=is_cached)
-    end.computed()
+    end.say(credit(3))
     assert end.later(SenderTiming().stall_s - 0.1) == []
-    effect, _ = end.later(0.1)
+    (effect,) = end.later(0.2)
     assert effect.message.error.code == "stalled"
 
 
