@@ -14,8 +14,9 @@ from shared.ids import Incarnation, TransferId
 from shared.transfer.messages import LinkId, SinkMessage, SourceMessage, TransferKey
 from shared.transfer.plan import Frame
 
-MAX_RESERVE_WAIT_S = 60.0
-"""Longest wait for blocks that a gateway may ask for, and so of an open for its grant."""
+MAX_RESERVE_WAIT_S = 3600.0
+"""Longest wait for blocks that a gateway may ask for, and so of an open for its grant: a prompt is
+computed meanwhile, which may take long, or a client has the beginning of its answer."""
 
 # --- both ends ----------------------------------------------------------------------------------
 
