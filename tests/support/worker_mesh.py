@@ -91,8 +91,8 @@ class MemoryMesh:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no worker holds a block for anybody."""
-        return not any(running.pool.num_held for running in self.workers)
+        """Whether no worker holds a block for anybody, and no transfer is unsettled."""
+        return not any(it.pool.num_held or it.num_transfers for it in self.workers)
 
     async def kill(self, running: Any) -> None:
         """End a worker or gateway as SIGKILL does: its connections break, its transport is dead."""
@@ -109,12 +109,47 @@ class MemoryMesh:
 
 
 def assert_nothing_held(worker: Any) -> None:
-    """Every block of a worker is free or only cached, and every count holds."""
+    """Every block of a worker is free or only cached, every count holds, and nobody remembers a
+    request."""
     pool = worker.pool
     assert pool.num_available == pool.num_blocks, repr(pool)
     worker.scheduler.check_integrity()
     pool.check_integrity([])
     worker.leases.check_integrity()
+    assert not [name for name, held in _held_by(worker).items() if held]
+
+
+def _held_by(worker: Any) -> dict[str, Any]:
+    """What a worker has of requests and transfers, by its name."""
+    requests, pusher, receiver = worker.requests, worker.pusher, worker.receiver
+    held = {
+        "prompts": requests._prompts,
+        "answers": requests._answers,
+        "sequences": requests._by_sequence,
+        "leases": worker.leases._leases,
+    }
+    if pusher is not None:
+        core, flows = pusher.core, pusher.core._flows.values()
+        core.check_integrity()
+        held |= {"handles": pusher._handles, "senders": core._senders, "ids out": core._by_id}
+        held |= {"wishes out": core._queue._places, "lines out": core._queue._lines}
+        held["flow out"] = any(it.num_in_flight or it.num_transfers for it in flows)
+        held["prefixes out"] = worker.prefix_source.tables()
+    if receiver is not None:
+        core, flows = receiver.core, receiver.core._links.values()
+        core.check_integrity()
+        held |= {"block tables": receiver._block_tables, "receives": receiver._receives}
+        held |= {"withdrawn": receiver._withdrawn, "opens": core._waiting, "ids in": core._by_id}
+        held |= {"wishes in": core._queue._places, "lines in": core._queue._lines}
+        held["flow in"] = any(flow.num_in_flight for _, flow in flows)
+    prefixes = requests._prefixes
+    if worker.tiers is not None:
+        worker.tiers.check_integrity()
+        held["loads"] = worker.tiers._core._loads
+        prefixes = worker.tiers._others
+    if prefixes is not None:
+        held |= {"fetches": prefixes._core._fetches, "fetching": prefixes._requests}
+    return held
 
 
 @dataclass
