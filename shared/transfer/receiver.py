@@ -108,6 +108,11 @@ class Receiver:
         return self._machine.is_over
 
     @property
+    def is_ending(self) -> bool:
+        """Whether it was given up, and something may still be written."""
+        return self.state in _SETTLING
+
+    @property
     def wants_slot(self) -> bool:
         """Whether the next announced frame waits for a slot, within this transfer's window."""
         return (
@@ -145,7 +150,8 @@ class Receiver:
             return self.flow.waits_until(self._progress_at, self._timing.settle_s, frames)
         # A step takes as long as it takes: the source owes nothing that it may yet compute. That it
         # lives its pair tells, and a frame that is lost on the way it misses itself.
-        if self.state not in _LIVE or next(iter(self._posted), self._num_written) >= self._num_written:
+        first = next(iter(self._posted), self._num_written)
+        if self.state not in _LIVE or first >= self._num_written:
             return None
         since = max(self._progress_at, self._written_at)
         return self.flow.waits_until(since, self._timing.stall_s, frames)

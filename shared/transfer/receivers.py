@@ -30,7 +30,6 @@ from shared.errors import (
 from shared.ids import ID_BYTES, Incarnation, RandomBytes, TransferId
 from shared.transfer.effects import AskTerms, EndLeases, ReceiverEffect, ReceiverTiming, SendReply
 from shared.transfer.flow import Flow
-from shared.transfer.machine import ReceiverState
 from shared.transfer.messages import (
     Abort,
     Commit,
@@ -305,8 +304,7 @@ class Receivers:
 
     def statistics(self) -> ReceiverStatistics:
         """Counts for metrics and tests."""
-        ends_badly = ReceiverState.ABORTING, ReceiverState.QUARANTINED
-        settling = [r for r in self._receivers.values() if r.state in ends_badly]
+        settling = [r for r in self._receivers.values() if r.is_ending]
         return ReceiverStatistics(
             num_waiting=len(self._waiting),
             num_live=len(self._receivers) - len(settling),
@@ -333,10 +331,12 @@ class Receivers:
 
     def _opened(self, link: LinkId, key: TransferKey, now: float) -> None:
         known = self._waiting.get(key) or self._receivers.get(key)
-        if link not in self._links or (known is not None and known.link == link):
+        # The source has ended one that ends here, or it would not begin another.
+        is_anew = isinstance(known, Receiver) and known.is_ending
+        if link not in self._links or (known is not None and known.link == link and not is_anew):
             return  # late, or said twice
         if known is not None:
-            error = RemoteProtocolError("another pair opened this transfer", code="opened_twice")
+            error = RemoteProtocolError("this transfer was opened before", code="opened_twice")
             self._effects.append(SendReply(link, Refused(key, error)))
         elif (ended := self._ended.pop(key, None)) is not None:
             self._effects.append(SendReply(link, Refused(key, ended)))

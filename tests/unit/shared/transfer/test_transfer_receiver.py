@@ -267,6 +267,20 @@ def test_a_transfer_is_opened_on_one_pair(is_granted: bool):
     assert end.core.is_live(KEY) if is_granted else end.core.is_waiting(KEY)
 
 
+def test_an_attempt_that_is_opened_anew_while_it_ends_is_refused():
+    """Its source has ended the first one, and would wait for an answer; a gateway may order an
+    attempt twice."""
+    end = End().receiving()
+    assert end.open() == []  # said twice
+    end.abort()
+    end.say(Abort(end.id, None, frames=1))
+    (effect,) = end.open()
+    assert isinstance(effect.message, Refused)
+    for frame_idx in range(3):
+        effects = end.arrive(frame_idx)
+    assert effects == [ReleaseLease(KEY)]
+
+
 def test_a_refusal_carries_the_lease_sides_reason():
     """And nothing is kept."""
     end = End()
