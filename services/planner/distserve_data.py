@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, cast
+from typing import Annotated, Final, Literal
 
-from services.planner.rows import DataError, count, first_of, number, read_json, read_rows
+import msgspec
+
+from services.planner.rows import DataError, first_of, read_json, read_rows
 from services.sim.baselines.distserve import DECODE_CAP_TOKENS, Arrival, Instance, Latency
 from services.sim.baselines.distserve_times import Coefficients, Degree
 from shared.errors import InvalidRequest
 
 System = Literal["distserve", "vllm"]
 
-REQUEST_COLUMNS: Final = ("req_id", "arrival_s", "prompt_len", "output_len")
 LATENCY_COLUMNS: Final = Latency._fields
 DECIMALS: Final = (4, 4, 6)
 """Of the latency columns, as printed."""
@@ -27,14 +29,40 @@ MOST_SPAN_S: Final = 1e8
 """From the first arrival to the last: later, a float has no room for the printed decimals."""
 
 
-@dataclass(frozen=True, slots=True)
-class GivenRequest(Arrival):
-    """One line of a requests file; ``felt`` if it has the columns of an earlier run."""
+class RequestRow(msgspec.Struct):
+    """One line of a requests file; the last three are of an earlier run. arrival_s: as written."""
 
-    line: int
     req_id: str
     arrival_s: str
-    felt: Latency | None
+    prompt_len: Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
+    output_len: Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]
+    ttft_ms: float | None = None
+    decode_ms: float | None = None
+    tpot_ms: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ValueError: it arrives at no time."""
+        if not 0 <= float(self.arrival_s) < math.inf:
+            raise ValueError(f"arrival_s must be at least 0, not {self.arrival_s!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class GivenRequest(Arrival):
+    line: int
+    row: RequestRow
+
+    @property
+    def felt(self) -> Latency | None:
+        """What it felt in an earlier run, if the file says so."""
+        felt = (self.row.ttft_ms, self.row.decode_ms, self.row.tpot_ms)
+        return None if None in felt else Latency(*felt)  # type: ignore[arg-type]
+
+
+class _CapacityRow(msgspec.Struct):
+    model: str
+    tp: int
+    pp: int
+    max_num_tokens: Annotated[int, msgspec.Meta(ge=1)]
 
 
 def read_degree(flag: str, text: str) -> Degree:
@@ -52,74 +80,56 @@ class DistServeData:
 
     def __init__(self, folder: Path, system: System) -> None:
         self.system: System = system
-        profile = first_of(
+        self._profile = first_of(
             folder,
             f"ref_distserve_profile_a100_80g_{system}.json",
             f"profiler-a100-80g.{system}.json",
         )
-        self._profile_path = profile
-        self._profile = {
-            name.rpartition("/")[2].lower(): v for name, v in read_json(profile).items()
-        }
+        found = read_json(self._profile, dict[str, dict[int, Coefficients]])
+        self._fits = {_short(name): fits for name, fits in found.items()}
         self._capacity_path = first_of(
             folder, "ref_distserve_max_num_tokens.csv", "max_num_tokens.csv"
         )
         self._capacities: dict[str, dict[Degree, int]] = {}
-        columns = ("model", "tp", "pp", "max_num_tokens")
-        for line, row in read_rows(self._capacity_path, columns):
-            where = f"{self._capacity_path}:{line}"
-            degree = Degree(count(where, row, "tp"), count(where, row, "pp"))
-            name = row["model"].strip().rpartition("/")[2].lower()
-            capacity = count(where, row, "max_num_tokens")
-            self._capacities.setdefault(name, {})[degree] = capacity
+        for _, row in read_rows(self._capacity_path, _CapacityRow):
+            of_model = self._capacities.setdefault(_short(row.model), {})
+            of_model[Degree(row.tp, row.pp)] = row.max_num_tokens
 
     @property
     def models(self) -> list[str]:
         """Names of the models that have both coefficients and capacities."""
-        return sorted(self._profile.keys() & self._capacities.keys())
+        return sorted(self._fits.keys() & self._capacities.keys())
 
     def degrees(self, model: str) -> list[Degree]:
         """What ``model`` can run at here."""
-        fits = self._fits(model)
+        fits = self._fits_of(model)
         degrees = self._capacities[model]
-        return sorted((d for d in degrees if str(d.tp) in fits), key=lambda d: (d.tp, d.pp))
+        return sorted((d for d in degrees if d.tp in fits), key=lambda d: (d.tp, d.pp))
 
     def phase(self, model: str, degree: Degree) -> Instance:
         """Return an instance. Raises InvalidRequest: not among ``models``, ``degrees``."""
-        fits = self._fits(model)
+        fits = self._fits_of(model)
         if degree not in self._capacities[model]:
             raise InvalidRequest(
                 f"{model} does not run at {degree}: {self._capacity_path.name} has no such row; "
                 f"known: {', '.join(f'{d.tp},{d.pp}' for d in self.degrees(model))}"
             )
-        if str(degree.tp) not in fits:
+        if degree.tp not in fits:
             raise InvalidRequest(
-                f"{self._profile_path.name} has no coefficients of {model} at tp {degree.tp}; "
-                f"it has tp {', '.join(sorted(fits, key=int))}"
+                f"{self._profile.name} has no coefficients of {model} at tp {degree.tp}; "
+                f"it has tp {', '.join(map(str, sorted(fits)))}"
             )
-        fit = fits[str(degree.tp)]
-        try:
-            coefficients = Coefficients(
-                _triple(fit["prefill"]),
-                _triple(fit["decoding_smallbs"]),
-                _triple(fit["decoding_largebs"]),
-                int(fit["decoding_large_small_bs_threshold"]),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise DataError(
-                f"{self._profile_path}: {model} at tp {degree.tp} is damaged: {error!r}"
-            ) from None
-        return Instance(degree, coefficients, self._capacities[model][degree])
+        return Instance(degree, fits[degree.tp], self._capacities[model][degree])
 
-    def _fits(self, model: str) -> dict[str, Any]:
+    def _fits_of(self, model: str) -> dict[int, Coefficients]:
         if model not in self.models:
             raise InvalidRequest(f"--model must be {' or '.join(self.models)}, not {model!r}")
-        return cast("dict[str, Any]", self._profile[model])
+        return self._fits[model]
 
 
-def _triple(values: Any) -> tuple[float, float, float]:
-    a, b, c = map(float, values)
-    return a, b, c
+def _short(name: str) -> str:
+    """Without whose model it is."""
+    return name.rpartition("/")[2].lower()
 
 
 def read_requests(path: Path) -> list[GivenRequest]:
@@ -129,9 +139,8 @@ def read_requests(path: Path) -> list[GivenRequest]:
     """
     requests: list[GivenRequest] = []
     last_s, at_ms = 0.0, 0.0
-    for line, row in read_rows(path, REQUEST_COLUMNS):
-        where = f"{path}:{line}"
-        arrival_s = number(where, row, "arrival_s")
+    for line, row in read_rows(path, RequestRow):
+        where, arrival_s = f"{path}:{line}", float(row.arrival_s)
         if requests:
             if arrival_s < last_s:
                 raise DataError(f"{where}: arrives at {arrival_s:g} s, before the line above")
@@ -140,18 +149,7 @@ def read_requests(path: Path) -> list[GivenRequest]:
         last_s = arrival_s
         if at_ms > MOST_SPAN_S * 1000:
             raise DataError(f"{where}: arrives more than {MOST_SPAN_S:g} s after the first")
-        prompt, output = (
-            count(where, row, name, least=least)
-            for name, least in (("prompt_len", 1), ("output_len", 0))
-        )
-        if max(prompt, output) > MOST_TOKENS:
-            raise DataError(f"{where}: more than {MOST_TOKENS} tokens")
-        felt = None
-        if all(row.get(name, "").strip() for name in LATENCY_COLUMNS):
-            felt = Latency(*(number(where, row, name) for name in LATENCY_COLUMNS))
-        requests.append(
-            GivenRequest(at_ms, prompt, output, line, row["req_id"], row["arrival_s"], felt)
-        )
+        requests.append(GivenRequest(at_ms, row.prompt_len, row.output_len, line, row))
     if not requests:
         raise DataError(f"{path} holds no request")
     return requests
@@ -182,8 +180,8 @@ def results_text(requests: Sequence[GivenRequest], latencies: Sequence[Latency])
     """Return the CSV of a run: the columns of the requests, and what each felt."""
     out = io.StringIO()
     writer = csv.writer(out)
-    writer.writerow((*REQUEST_COLUMNS, *LATENCY_COLUMNS))
+    writer.writerow(RequestRow.__struct_fields__)
     for it, latency in zip(requests, latencies, strict=True):
-        asked = (it.req_id, it.arrival_s, it.prompt_len, it.output_len)
+        asked = (it.row.req_id, it.row.arrival_s, it.prompt_len, it.output_len)
         writer.writerow((*asked, *printed(latency)))
     return out.getvalue()

@@ -7,9 +7,9 @@ from pathlib import Path
 from statistics import fmean, median
 
 from services.planner.core.paper_table import PaperRow, PaperTable
-from services.planner.mooncake_trace import read_public
 from services.planner.rows import DataError
-from services.planner.splitwise_data import machine_times, read_azure, read_perf_model, runs_of
+from services.planner.splitwise_data import machine_times, read_perf_model, runs_of
+from services.planner.traces import read_azure, read_mooncake
 from services.sim.baselines.splitwise_times import MeasuredRun
 
 
@@ -45,8 +45,8 @@ def data_tables(folder: Path) -> list[PaperTable]:
                 )
             )
     for name in ("conversation", "synthetic"):
-        lines = read_public(folder, name)
-        ratio = fmean(line.prompt_len / max(1, line.output_len) for line in lines)
+        lines = read_mooncake(folder, name)
+        ratio = fmean(line.num_input / line.num_output for line in lines)
         why = "theirs is of another trace, 7590/182 = 41.7 by means: a mean of ratios, as ours"
         rows.append(PaperRow(f"Mooncake {name}, mean of input/output", "720", ratio, 0, why=why))
     runs = read_perf_model(folder)

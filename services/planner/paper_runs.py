@@ -5,9 +5,8 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Final
-
-from msgspec.structs import replace
 
 from services.planner.core.adbs import Adbs, QuotaShare, QuotaUse, adapted_quota, initial_quota
 from services.planner.core.fetch import prefill_flops
@@ -16,6 +15,7 @@ from services.planner.core.muxserve import MuxModel, brute_force, greedy, total
 from services.planner.core.paper_table import PaperRow, PaperTable
 from services.planner.core.placement import best_rate, quantile
 from services.planner.core.roofline import DEVICES
+from services.sim.asks import Ask
 from services.sim.baselines.iterations import (
     OrcaPolicy,
     Part,
@@ -30,7 +30,6 @@ from services.sim.baselines.mooncake import (
     ClusterTimes,
     OverloadOutcome,
     PrefillPool,
-    PrefixRequest,
     mean_ttft,
     overload,
 )
@@ -254,12 +253,12 @@ def mooncake_times() -> ClusterTimes:
     return ClusterTimes(prefill_s, shape.token_bytes / 50e9, lambda batch: 0.02 + 0.0006 * batch)
 
 
-def pool_ttft(requests: Sequence[PrefixRequest]) -> dict[str, float]:
+def pool_ttft(requests: Sequence[Ask]) -> dict[str, float]:
     """Return the mean TTFT of a trace under each way to choose a prefill node."""
     return {choice: mean_ttft(requests, _pool(choice)) for choice in CHOICES}
 
 
-def rejections(requests: Sequence[PrefixRequest]) -> dict[str, OverloadOutcome]:
+def rejections(requests: Sequence[Ask]) -> dict[str, OverloadOutcome]:
     """Return what each rule of rejection does with a trace on 8 prefill and 2 decode nodes."""
     times = mooncake_times()
     return {rule: overload(requests, _pool("global"), times, rule) for rule in REJECTIONS}
@@ -270,10 +269,10 @@ def _pool(choice: Choice) -> PrefillPool:
     return PrefillPool(MOONCAKE_NODES, MOONCAKE_BLOCKS, mooncake_times(), choice, pick)
 
 
-def mooncake_scheduling_tables(requests: Sequence[PrefixRequest]) -> list[PaperTable]:
+def mooncake_scheduling_tables(requests: Sequence[Ask]) -> list[PaperTable]:
     """The order of scheduling rules, and what rejecting earlier saves; of a trace in time."""
     ttfts = pool_ttft(requests)
-    twice = [replace(request, at_ms=request.at_ms / 2) for request in requests]
+    twice = [replace(request, due_s=request.due_s / 2) for request in requests]
     refused = rejections(twice)
     why = "theirs: 16 nodes, measured; ours: closed-form times. The order is theirs"
     order = [

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import csv
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import msgspec
-import orjson
 
 from shared.errors import InvalidRequest
 
 Row = TypeVar("Row")
+Fields = TypeVar("Fields", bound=msgspec.Struct)
 
 
 class DataError(InvalidRequest):
@@ -30,15 +29,13 @@ def read_text(path: Path) -> str:
         raise DataError(f"{path} is not text") from None
 
 
-def read_lines(
-    path: Path, decoder: msgspec.json.Decoder[Row], text: str | None = None
-) -> Iterator[tuple[int, Row]]:
+def read_lines(path: Path, kind: type[Row], text: str | None = None) -> Iterator[tuple[int, Row]]:
     """Yield line number and content of every line of a file that is JSON line by line.
 
     text: the file's, where it is read already: a pipe is read once. Raises DataError.
     """
-    text = read_text(path) if text is None else text
-    for line, content in enumerate(text.splitlines(), 1):
+    decoder = msgspec.json.Decoder(kind)
+    for line, content in enumerate((read_text(path) if text is None else text).splitlines(), 1):
         if not content.strip():
             continue
         try:
@@ -49,28 +46,35 @@ def read_lines(
 
 
 def read_rows(
-    path: Path, columns: Sequence[str], otherwise: str = "", text: str | None = None
-) -> Iterator[tuple[int, dict[str, str]]]:
-    """Yield line number and fields of every row of a CSV file that has at least these columns.
+    path: Path, kind: type[Fields], otherwise: str = "", text: str | None = None
+) -> Iterator[tuple[int, Fields]]:
+    """Yield line number and content of every row of a CSV file. It has a column for each field of
+    the struct that has no default; a field that is empty there has its default.
 
     otherwise: what is said of a file without them, too. text: see ``read_lines``. Raises DataError.
     """
+    columns = msgspec.structs.fields(kind)
+    names = [column.encode_name for column in columns]
     lines = _fields(path, read_text(path) if text is None else text)
     _, first = next(lines, (1, cast("list[str]", [])))
     head = [name.strip() for name in first]
-    missing = [name for name in columns if name not in head]
-    if missing:
+    needed = [column.encode_name for column in columns if column.required]
+    if missing := [name for name in needed if name not in head]:
         raise DataError(
-            f"{path}:1: {otherwise}no column {', '.join(missing)}; needed are {', '.join(columns)}"
+            f"{path}:1: {otherwise}no column {', '.join(missing)}; needed are {', '.join(needed)}"
         )
-    if twice := [name for name in columns if head.count(name) > 1]:
+    if twice := [name for name in names if head.count(name) > 1]:
         raise DataError(f"{path}:1: more than one column {', '.join(twice)}")
     for line, fields in lines:
         if not fields:
             continue
         if len(fields) != len(head):
             raise DataError(f"{path}:{line}: {len(fields)} columns, not {len(head)}")
-        yield line, dict(zip(head, fields, strict=True))
+        own = {name: it.strip() for name, it in zip(head, fields, strict=True) if it.strip()}
+        try:
+            yield line, msgspec.convert(own, kind, strict=False)
+        except msgspec.ValidationError as error:
+            raise DataError(f"{path}:{line}: {error}") from None
 
 
 def _fields(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
@@ -82,34 +86,12 @@ def _fields(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
         raise DataError(f"{path}:{lines.line_num}: {error}") from None
 
 
-def read_json(path: Path) -> Mapping[str, Any]:
-    """Return the object that a JSON file holds. Raises DataError."""
+def read_json(path: Path, kind: type[Row] = Any) -> Row:
+    """Return what a JSON file holds. Raises DataError."""
     try:
-        value = orjson.loads(read_text(path))
-    except orjson.JSONDecodeError as error:
-        raise DataError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise DataError(f"{path} does not hold a JSON object")
-    return cast("dict[str, Any]", value)
-
-
-def number(where: str, row: Mapping[str, str], column: str, *, least: float = 0.0) -> float:
-    """Return a field as a finite number. Raises DataError; where: file and line."""
-    try:
-        value = float(row[column])
-    except ValueError:
-        raise DataError(f"{where}: {column} must be a number, not {row[column]!r}") from None
-    if not math.isfinite(value) or value < least:
-        raise DataError(f"{where}: {column} must be at least {least:g}, not {row[column]!r}")
-    return value
-
-
-def count(where: str, row: Mapping[str, str], column: str, *, least: int = 1) -> int:
-    """Return a field as a whole number. Raises DataError; where: file and line."""
-    value = number(where, row, column, least=least)
-    if value != int(value):
-        raise DataError(f"{where}: {column} must be a whole number, not {row[column]!r}")
-    return int(value)
+        return msgspec.json.decode(read_text(path), type=kind)
+    except msgspec.DecodeError as error:
+        raise DataError(f"{path}: {error}") from None
 
 
 def first_of(folder: Path, *names: str) -> Path:

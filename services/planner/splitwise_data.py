@@ -1,4 +1,4 @@
-"""Splitwise's files: measured runs, traces to draw lengths from."""
+"""Splitwise's measured runs, and requests as its traces are made."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from services.planner.rows import DataError, count, first_of, number, read_rows
+from services.planner.rows import DataError, first_of, read_rows
 from services.sim.baselines.splitwise_machine import SplitwiseRequest
 from services.sim.baselines.splitwise_times import MachineTimes, MeasuredRun
 
@@ -14,24 +14,7 @@ from services.sim.baselines.splitwise_times import MachineTimes, MeasuredRun
 def read_perf_model(folder: Path) -> list[MeasuredRun]:
     """Return the measured runs that Splitwise publishes. Raises DataError."""
     path = first_of(folder, "splitwise_sim_perf_model.csv", "perf_model.csv")
-    columns = (
-        "model", "hardware", "prompt_size", "batch_size", "prompt_time", "token_time",
-        "tensor_parallel",
-    )  # fmt: skip
-    runs: list[MeasuredRun] = []
-    for line, row in read_rows(path, columns):
-        where = f"{path}:{line}"
-        runs.append(
-            MeasuredRun(
-                row["model"],
-                row["hardware"],
-                count(where, row, "tensor_parallel"),
-                count(where, row, "prompt_size"),
-                count(where, row, "batch_size"),
-                number(where, row, "prompt_time"),
-                number(where, row, "token_time"),
-            )
-        )
+    runs = [run for _, run in read_rows(path, MeasuredRun)]
     if not runs:
         raise DataError(f"{path} holds no run")
     return runs
@@ -50,21 +33,6 @@ def machine_times(runs: Sequence[MeasuredRun], model: str, hardware: str) -> Mac
     """Return the curves of a machine with 8 GPUs."""
     source = f"Splitwise's medians of {model} on {hardware}, 8 GPUs"
     return MachineTimes(runs_of(runs, model, hardware), source)
-
-
-def read_azure(folder: Path, workload: str) -> list[tuple[int, int]]:
-    """Return prompt and output lengths of Azure's trace of 2023: code or conv. Raises DataError."""
-    path = first_of(folder, f"AzureLLMInferenceTrace_{workload}_2023.csv")
-    lengths = [
-        (
-            count(f"{path}:{line}", row, "ContextTokens"),
-            count(f"{path}:{line}", row, "GeneratedTokens"),
-        )
-        for line, row in read_rows(path, ("ContextTokens", "GeneratedTokens"))
-    ]
-    if not lengths:
-        raise DataError(f"{path} holds no request")
-    return lengths
 
 
 def drawn(

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import orjson
 
 from services.cli.bench.measurement import Measurement
@@ -23,7 +24,7 @@ from services.cli.bench.search import RateSearch
 from services.cli.bench.summary import summarize
 from services.cli.bench.view import rate_text
 from services.cli.flags import CannotRun
-from services.planner.rows import read_rows as read_csv
+from services.planner.rows import read_rows
 from shared.errors import InvalidRequest
 from shared.telemetry.definitions import Slo
 from shared.version import VERSION
@@ -91,31 +92,39 @@ def report_of(
     }
 
 
-def read_rows(folder: Path, name: str) -> list[dict[str, Any]]:
+class RequestRow(msgspec.Struct):
+    """What is read again of a line of requests.csv. input: as the server counted it, 0 = not."""
+
+    run: str
+    index: int
+    end: str
+    due_s: float
+    input_asked: int
+    output: int
+    rate: float | None = None
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    input: int = 0
+    cached: int = 0
+
+
+def read_requests(folder: Path, name: str) -> list[RequestRow]:
     """Return the requests of an earlier report, its runs called by a name of their own.
 
     Raises CannotRun: there is no such report.
     """
-    columns = ("run", "rate", "end", "ttft_s", "tpot_s", "output")
     try:
-        return [
-            {
-                **row,
-                "run": f"{name} {row['run']}",
-                "rate": float(row["rate"] or 0),
-                "output": int(row["output"]),
-            }
-            for _, row in read_csv(folder / "requests.csv", columns)
-        ]
-    except (InvalidRequest, ValueError) as error:
+        rows = [row for _, row in read_rows(folder / "requests.csv", RequestRow)]
+    except InvalidRequest as error:
         raise CannotRun(f"cannot read the report in {folder} ({error})") from None
+    return [msgspec.structs.replace(row, run=f"{name} {row.run}") for row in rows]
 
 
 def write_report(
     report: Mapping[str, Any],
     runs: Sequence[Run],
     folder: Path,
-    beside: Sequence[Mapping[str, Any]] = (),
+    beside: Sequence[RequestRow] = (),
 ) -> None:
     """Write the three files into a folder that exists, over older ones; without a request,
     report.json alone. beside: requests of other reports, drawn into the same picture."""
@@ -130,24 +139,23 @@ def write_report(
         table = csv.DictWriter(file, rows[0])
         table.writeheader()
         table.writerows(rows)
-    _plot([*rows, *beside], slo, folder / "report.svg")
+    own = [row for _, row in read_rows(folder / "requests.csv", RequestRow)]
+    _plot([*own, *beside], slo, folder / "report.svg")
 
 
-def _plot(rows: Sequence[Mapping[str, Any]], slo: Slo, path: Path) -> None:
+def _plot(rows: Sequence[RequestRow], slo: Slo, path: Path) -> None:
     """Draw, of each run: which share of TTFT and of TPOT is at most so large, and TTFT by time of
     arrival, where a backlog climbs from left to right."""
     from matplotlib.figure import Figure
 
     figure: Any = Figure(figsize=(13, 4), layout="constrained")
     ttft, tpot, arrivals = figure.subplots(1, 3)
-    for number in dict.fromkeys(row["run"] for row in rows):
-        of = [row for row in rows if row["run"] == number and row["end"] == "complete"]
-        name = f"{number}: {rate_text(of[0]['rate'] or None) if of else 'nothing complete'}"
-        ttft.ecdf([float(row["ttft_s"]) for row in of] or [0.0], label=name)
-        tpot.ecdf([float(row["tpot_s"]) for row in of if row["output"] > 1] or [0.0])
-        arrivals.plot(
-            [float(row["due_s"]) for row in of], [float(row["ttft_s"]) for row in of], "."
-        )
+    for run in dict.fromkeys(row.run for row in rows):
+        of = [row for row in rows if row.run == run and row.end == "complete"]
+        name = f"{run}: {rate_text(of[0].rate) if of else 'nothing complete'}"
+        ttft.ecdf([row.ttft_s for row in of] or [0.0], label=name)
+        tpot.ecdf([row.tpot_s for row in of if row.output > 1] or [0.0])
+        arrivals.plot([row.due_s for row in of], [row.ttft_s for row in of], ".")
     for plot, title, limit in ((ttft, "TTFT", slo.ttft_s), (tpot, "TPOT", slo.tpot_s)):
         plot.axvline(limit, color="black", linestyle="--")
         plot.set(title=f"{title}: share of requests up to", xlabel="s", xlim=(0, None))

@@ -13,10 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Final, Literal, Protocol
 
+from services.sim.asks import BLOCK_TOKENS, Ask
 from shared.errors import InvalidRequest
-
-BLOCK_TOKENS = 512
-"""Of Mooncake's traces: what one id of ``hash_ids`` stands for."""
 
 MOST_PROMPT_TOKENS: Final = 200_000_000
 """Of all prompts of a run, which are built before it begins: about 1 GB."""
@@ -27,20 +25,6 @@ MOST_REQUESTS: Final = 1_000_000
 PLANNED_AT_ONCE: Final = 1000
 
 Arrivals = Literal["auto", "poisson", "trace"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """One request. due_s: when to send it, after the start of the run.
-
-    block_ids: names of the prompt's leading blocks; equal ids are equal tokens, so that a prefix
-    cache sees the reuse of the trace. What they do not cover is the request's own.
-    """
-
-    num_input: int
-    num_output: int
-    due_s: float = 0.0
-    block_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

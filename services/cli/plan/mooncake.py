@@ -20,9 +20,9 @@ from services.planner.core.mooncake import (
     mooncake_tables,
 )
 from services.planner.core.paper_table import PaperRow, PaperTable
-from services.planner.mooncake_trace import read_mooncake, read_public
 from services.planner.paper_runs import mooncake_scheduling_tables
-from services.sim.baselines.mooncake import BLOCK_TOKENS
+from services.planner.traces import read_blocks, read_mooncake
+from services.sim.asks import BLOCK_TOKENS
 from shared.errors import InvalidRequest
 
 MOST_BLOCKS: Final = 10**15
@@ -61,7 +61,7 @@ def mooncake(
             raise InvalidRequest("--policy and --blocks need --replay TRACE.jsonl: what is hit?")
         tables = mooncake_tables()
         if data is not None:
-            conversation = read_public(data, "conversation")
+            conversation = read_mooncake(data, "conversation")
             tables += [*mooncake_scheduling_tables(conversation), _hit_rates(data)]
         else:
             hint = "hit rates of the public traces: --data DIR, or --replay TRACE.jsonl for one"
@@ -69,8 +69,8 @@ def mooncake(
         show_tables(tables, as_json=as_json)
         return
     capacity = _capacity(blocks)
-    trace = read_mooncake(replay_file)
-    if num_odd := sum(len(it.blocks) != -(-it.prompt_len // BLOCK_TOKENS) for it in trace):
+    trace = read_blocks(replay_file)
+    if num_odd := sum(len(it.block_ids) != -(-it.num_input // BLOCK_TOKENS) for it in trace):
         print(
             f"pdmesh: {num_odd} of {len(trace)} lines have another number of hash_ids "
             "than their input_length has blocks of 512 tokens; the ids count",
@@ -78,7 +78,7 @@ def mooncake(
         )
     with progress(f"{policy}, {blocks} blocks", len(trace)) as on_progress:
         cache = BlockCache(capacity, policy)
-        found = replay((line.blocks for line in trace), cache, on_progress)
+        found = replay((line.block_ids for line in trace), cache, on_progress)
     if as_json:
         told = {"policy": policy, "blocks": capacity, "hit_rate": found.hit_rate}
         print(orjson.dumps(told | asdict(found)).decode())
@@ -94,12 +94,12 @@ def mooncake(
 def _hit_rates(folder: Path) -> PaperTable:
     rows: list[PaperRow] = []
     for name, expected in FAST25_HIT_RATES.items():
-        lines = read_public(folder, name)
+        lines = read_mooncake(folder, name)
         for policy in POLICIES:
             with progress(f"{name}, {policy}", len(lines)) as on_progress:
                 for idx, capacity in enumerate(FAST25_CAPACITIES):
                     cache = BlockCache(capacity, policy)
-                    found = replay((line.blocks for line in lines), cache, on_progress)
+                    found = replay((line.block_ids for line in lines), cache, on_progress)
                     size = f"{capacity:,}" if capacity else "inf"
                     theirs = f"{expected[policy][idx]:.4f}" if policy in expected else ""
                     what = f"{name}, {policy}, {size} blocks"

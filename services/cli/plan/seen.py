@@ -4,25 +4,19 @@ wrote, or from a folder of ``pdmesh bench --output``."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple, cast, get_type_hints
+from typing import Any, Final, NamedTuple, get_type_hints
 
 import msgspec
 
 from services.cli.bench.endpoints import RECENT
+from services.cli.bench.report import RequestRow
 from services.cli.client import CannotRun, RunningGateway
 from services.gateway.http.cluster_bodies import RecentRequest, RecentRequests
 from services.planner.core.replay import SeenRequest, terms_of
 from services.planner.rows import read_json, read_rows, read_text
 from shared.errors import InvalidRequest
 from shared.telemetry.lifetime import Receipt
-
-_COLUMNS: Final = (
-    *("run", "index", "end", "due_s", "ttft_s", "tpot_s"),
-    *("input_asked", "input", "output"),
-)
-
 
 _Receipt: Final = msgspec.defstruct(
     "_Receipt",
@@ -137,49 +131,41 @@ def read_seen(path: Path, run: int | None, last_s: float | None) -> SeenTraffic:
 def _read_folder(folder: Path, run: int | None) -> SeenTraffic:
     table, report = folder / "requests.csv", folder / "report.json"
     try:
-        told, rows = read_json(report), list(read_rows(table, _COLUMNS))
+        told, rows = read_json(report), list(read_rows(table, RequestRow))
         model, kept = str(told["endpoints"][0]["model"]), told.get("mesh")
-        runs = list(dict.fromkeys(row["run"] for _, row in rows))
+        runs = list(dict.fromkeys(row.run for _, row in rows))
         wanted = runs[-1] if run is None else str(run)
-    except (InvalidRequest, KeyError, IndexError, TypeError) as error:
+    except (InvalidRequest, LookupError, TypeError, AttributeError) as error:
         raise InvalidRequest(
             f"{folder} is no folder of `pdmesh bench --output` ({error})"
         ) from None
     if wanted not in runs:
         raise InvalidRequest(f"{folder} has the runs {', '.join(runs)}, and not --run {wanted}")
-    own = [(line, row) for line, row in rows if row["run"] == wanted]
+    own = [(line, row) for line, row in rows if row.run == wanted]
     found: list[SeenRequest] = []
-    before, due_s = -1, 0.0
-    for line, row in own:
-        try:
-            index, at_s = int(row["index"]), float(row["due_s"])
-            if index != before + 1:
-                raise ValueError(f"request {before + 1} is missing: the run has a hole")
-            if at_s < due_s:
-                raise ValueError(f"arrives {due_s - at_s:g} s before the line above: sort it")
-            before, due_s = index, at_s
-            found += _seen_row(row, at_s)
-        except ValueError as error:
-            raise InvalidRequest(f"{table}:{line}: {error}") from None
+    due_s = 0.0
+    for index, (line, row) in enumerate(own):
+        if row.index != index:
+            raise InvalidRequest(f"{table}:{line}: request {index} is missing: the run has a hole")
+        if row.due_s < due_s:
+            early = f"arrives {due_s - row.due_s:g} s before the line above: sort it"
+            raise InvalidRequest(f"{table}:{line}: {early}")
+        due_s = row.due_s
+        if row.ttft_s is not None and row.output:
+            found.append(
+                SeenRequest(
+                    at_s=row.due_s,
+                    num_prompt=max(1, row.input or row.input_asked),
+                    num_output=row.output,
+                    ttft_s=row.ttft_s,
+                    tpot_s=row.tpot_s or 0.0,
+                    is_whole=row.end == "complete",
+                    num_cached=row.cached,
+                )
+            )
     if len(found) < 2:
         raise CannotRun(f"{table}: run {wanted} has {len(found)} answers, two are the least")
-    mesh = None if kept is None else read_body(cast("object", kept), str(report))
+    mesh = None if kept is None else read_body(kept, str(report))
     return SeenTraffic(
         f"{folder}, run {wanted}", model, mesh, found, len(own) - len(found), 0, True
-    )
-
-
-def _seen_row(row: dict[str, str], at_s: float) -> Sequence[SeenRequest]:
-    if not row["ttft_s"] or not int(row["output"]):
-        return ()
-    return (
-        SeenRequest(
-            at_s=at_s,
-            num_prompt=max(1, int(row["input"] or 0) or int(row["input_asked"])),
-            num_output=int(row["output"]),
-            ttft_s=float(row["ttft_s"]),
-            tpot_s=float(row["tpot_s"] or 0.0),
-            is_whole=row["end"] == "complete",
-            num_cached=int(row.get("cached") or 0),
-        ),
     )

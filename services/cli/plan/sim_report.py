@@ -12,7 +12,8 @@ from cyclopts import Parameter
 
 from services.cli.bench.records import Ending, Record, Run
 from services.cli.bench.report import (
-    read_rows,
+    RequestRow,
+    read_requests,
     report_of,
     require_folder,
     save_picture,
@@ -25,9 +26,6 @@ from services.cli.sources import OUTPUT
 from services.planner.mesh_run import MeshRun
 from services.sim.open_loop import SimAnswer
 from shared.errors import InvalidRequest
-
-Row = Mapping[str, Any]
-"""A request of a report."""
 
 OutputFlag = Annotated[
     Path | None,
@@ -94,7 +92,7 @@ def _as_run(workload: Workload, label: str, told: Iterable[Told]) -> Run:
     return found
 
 
-def begin_report(folder: Path | None, beside: Sequence[Path] | None = None) -> list[Row]:
+def begin_report(folder: Path | None, beside: Sequence[Path] | None = None) -> list[RequestRow]:
     """See to it, before anything is simulated, that a report can be written there; returns the
     requests of reports that come into its picture. Raises CannotRun, InvalidRequest."""
     if folder is None:
@@ -102,7 +100,7 @@ def begin_report(folder: Path | None, beside: Sequence[Path] | None = None) -> l
             raise InvalidRequest("--beside needs --output FOLDER: there is no picture without")
         return []
     require_folder(folder)
-    return [row for path in beside or () for row in read_rows(path, path.name)]
+    return [row for path in beside or () for row in read_requests(path, path.name)]
 
 
 def report_files(
@@ -110,7 +108,7 @@ def report_files(
     runs: Sequence[MeshRun],
     folder: Path,
     plan: Mapping[str, Any],
-    beside: Sequence[Row] = (),
+    beside: Sequence[RequestRow] = (),
 ) -> None:
     """Write report.json, requests.csv and report.svg. plan: what else was found; beside: requests
     of other reports that come into the picture."""

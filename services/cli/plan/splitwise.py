@@ -22,12 +22,8 @@ from services.planner.core.provisioning import (
     provision,
     within,
 )
-from services.planner.splitwise_data import (
-    drawn,
-    machine_times,
-    read_azure,
-    read_perf_model,
-)
+from services.planner.splitwise_data import drawn, machine_times, read_perf_model
+from services.planner.traces import read_azure
 from services.sim.baselines.splitwise import (
     BLOOM_176B,
     LINK_BANDWIDTH,

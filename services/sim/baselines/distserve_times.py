@@ -13,23 +13,24 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
+
 FIRST_STAGE_MS: Final = 2
 FIRST_STAGE_MS_PER_TOKEN: Final = 0.0001
 
 Triple = tuple[float, float, float]
 
 
-@dataclass(frozen=True, slots=True)
-class Coefficients:
-    """The fits of one model at one degree of tensor parallelism.
+class Coefficients(msgspec.Struct, frozen=True):
+    """The fits of one model at one degree of tensor parallelism, under the names of their file.
 
     large_from: batches of so many sequences use ``decode_large``.
     """
 
     prefill: Triple
-    decode_small: Triple
-    decode_large: Triple
-    large_from: int
+    decode_small: Triple = msgspec.field(name="decoding_smallbs")
+    decode_large: Triple = msgspec.field(name="decoding_largebs")
+    large_from: int = msgspec.field(name="decoding_large_small_bs_threshold")
 
     def prefill_ms(self, num_tokens: int, num_squared: int, pp: int) -> float:
         """Time of one stage for prompts with this sum of lengths, and of their squares."""

@@ -14,38 +14,19 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Annotated, Final, Literal
+from typing import Final, Literal
 
-import msgspec
+from services.sim.asks import BLOCK_TOKENS, Ask
 
 Choice = Literal["random", "balance", "local", "global"]
 Rejection = Literal["stages", "early", "predicted"]
 
 CHOICES: Final[tuple[Choice, ...]] = ("random", "balance", "local", "global")
 REJECTIONS: Final[tuple[Rejection, ...]] = ("stages", "early", "predicted")
-BLOCK_TOKENS: Final = 512
 
 NUM_DECODE: Final = 2
 """Nodes for answers of the cluster that is overloaded."""
 TTFT_LIMIT_S, TBT_LIMIT_S, ANSWER_S = 30.0, 0.05, 12.0
-
-
-_Count = Annotated[int, msgspec.Meta(ge=0, le=10_000_000)]
-
-
-class PrefixRequest(msgspec.Struct, frozen=True):
-    """One line of a trace. at_ms: when it arrives; blocks: an id for every started block of 512
-    tokens of its prompt."""
-
-    at_ms: Annotated[float, msgspec.Meta(ge=0, lt=1e15)] = msgspec.field(name="timestamp")
-    prompt_len: _Count = msgspec.field(name="input_length")
-    output_len: _Count = msgspec.field(name="output_length")
-    blocks: tuple[int, ...] = msgspec.field(name="hash_ids")
-
-    @property
-    def at(self) -> float:
-        """The same in seconds."""
-        return self.at_ms / 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +82,9 @@ class PrefillPool:
         self._times, self._choice, self._pick = times, choice, pick
         self._threshold = balancing_threshold
 
-    def expect(self, request: PrefixRequest) -> tuple[float, int, int]:
+    def expect(self, request: Ask) -> tuple[float, int, int]:
         """Return TTFT, node and cached tokens of the best choice; nothing changes."""
-        cached = [node.num_cached(request.blocks) for node in self.nodes]
+        cached = [node.num_cached(request.block_ids) for node in self.nodes]
         longest = max(cached) if self._choice == "global" else 0
         options: Sequence[int] = range(len(self.nodes))
         if self._choice == "random":
@@ -113,9 +94,7 @@ class PrefillPool:
             return min(found, key=lambda it: self.nodes[it[1]].free_at)
         return min(found, key=itemgetter(0))
 
-    def _best_at(
-        self, request: PrefixRequest, idx: int, used: int, longest: int
-    ) -> tuple[float, int, int]:
+    def _best_at(self, request: Ask, idx: int, used: int, longest: int) -> tuple[float, int, int]:
         """With what the node has, or with the longest prefix that there is, if that is quicker."""
         own = self._ttft(request, idx, used, 0.0)
         # At equality the paper's algorithm prices a transfer, but copies nothing: here neither.
@@ -125,27 +104,27 @@ class PrefillPool:
         return min(own, self._ttft(request, idx, longest, fetch_s), key=itemgetter(0))
 
     def _ttft(
-        self, request: PrefixRequest, idx: int, num_blocks: int, fetch_s: float
+        self, request: Ask, idx: int, num_blocks: int, fetch_s: float
     ) -> tuple[float, int, int]:
         # The last token is computed in any case: token 1 comes out of it.
-        tokens = min(num_blocks * BLOCK_TOKENS, request.prompt_len - 1)
-        wait_s = max(0.0, self.nodes[idx].free_at - request.at)
-        return wait_s + fetch_s + self._times.prefill_s(request.prompt_len, tokens), idx, tokens
+        tokens = min(num_blocks * BLOCK_TOKENS, request.num_input - 1)
+        wait_s = max(0.0, self.nodes[idx].free_at - request.due_s)
+        return wait_s + fetch_s + self._times.prefill_s(request.num_input, tokens), idx, tokens
 
-    def take(self, request: PrefixRequest, expected: tuple[float, int, int]) -> float:
+    def take(self, request: Ask, expected: tuple[float, int, int]) -> float:
         """Queue a request where it was expected; returns when its first token is there."""
         ttft_s, idx, _ = expected
         node = self.nodes[idx]
-        node.free_at = request.at + ttft_s
-        node.keep(request.blocks)
+        node.free_at = request.due_s + ttft_s
+        node.keep(request.block_ids)
         return node.free_at
 
 
-def mean_ttft(requests: Sequence[PrefixRequest], pool: PrefillPool) -> float:
+def mean_ttft(requests: Sequence[Ask], pool: PrefillPool) -> float:
     """Return the mean time to first token of a trace."""
     total = 0.0
     for request in requests:
-        total += pool.take(request, pool.expect(request)) - request.at
+        total += pool.take(request, pool.expect(request)) - request.due_s
     return total / len(requests)
 
 
@@ -158,7 +137,7 @@ class OverloadOutcome:
 
 
 def overload(
-    requests: Sequence[PrefixRequest],
+    requests: Sequence[Ask],
     pool: PrefillPool,
     times: ClusterTimes,
     rejection: Rejection,
@@ -193,13 +172,13 @@ def overload(
             heapq.heappop(ends)
 
     for order, request in enumerate(requests):
-        settle(request.at)
+        settle(request.due_s)
         expected = pool.expect(request)
         is_late = expected[0] > TTFT_LIMIT_S
         if rejection == "early":
             is_late = is_late or load(len(ends) + 1) > 1
         elif rejection == "predicted":
-            then = request.at + expected[0]
+            then = request.due_s + expected[0]
             # The paper takes an answer's usual time for these, too; here their ends are known.
             will_run = sum(end > then for end in ends)
             will_run += sum(then - ANSWER_S < at <= then for at, *_ in prefilling)
@@ -207,8 +186,8 @@ def overload(
         if is_late:
             rejected += 1
             continue
-        prefill_s = times.prefill_s(request.prompt_len, expected[2])
+        prefill_s = times.prefill_s(request.num_input, expected[2])
         ends_at = pool.take(request, expected)
-        heapq.heappush(prefilling, (ends_at, order, prefill_s, request.output_len))
+        heapq.heappush(prefilling, (ends_at, order, prefill_s, request.num_output))
     settle(float("inf"))
     return OverloadOutcome(rejected, wasted_s)

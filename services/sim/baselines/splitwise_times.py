@@ -8,9 +8,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from statistics import median
-from typing import Final
+from typing import Annotated, Final
+
+import msgspec
 
 from shared.errors import InvalidRequest
 
@@ -37,17 +38,16 @@ class Curve:
         return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredRun:
+class MeasuredRun(msgspec.Struct, frozen=True):
     """One line of their file: a batch of equal prompts. Times in ms; token_ms: of one step."""
 
     model: str
     hardware: str
-    tp: int
-    prompt_len: int
-    batch: int
-    prompt_ms: float
-    token_ms: float
+    tp: Annotated[int, msgspec.Meta(ge=1)] = msgspec.field(name="tensor_parallel")
+    prompt_len: Annotated[int, msgspec.Meta(ge=1)] = msgspec.field(name="prompt_size")
+    batch: Annotated[int, msgspec.Meta(ge=1)] = msgspec.field(name="batch_size")
+    prompt_ms: Annotated[float, msgspec.Meta(ge=0)] = msgspec.field(name="prompt_time")
+    token_ms: Annotated[float, msgspec.Meta(ge=0)] = msgspec.field(name="token_time")
 
     @property
     def batch_tokens(self) -> int:

@@ -30,8 +30,8 @@ from services.gateway.core.index.prefix_index import PrefixIndex, column_of
 from services.gateway.core.index.prefixes import Indexed
 from services.planner.core.cache_replay import POLICIES, BlockCache, Policy, replay
 from services.planner.core.mooncake import FAST25_CAPACITIES, FAST25_HIT_RATES
-from services.planner.mooncake_trace import read_public
-from services.sim.baselines.mooncake import BLOCK_TOKENS
+from services.planner.traces import read_mooncake
+from services.sim.asks import BLOCK_TOKENS
 from shared.kv.journal import Journal, Tier, key_of
 from shared.kv.pool import BlockPool
 from shared.kv.prefix_hash import UNIT, prefix_hashes, root_hash
@@ -163,7 +163,7 @@ def drawn(num: int, seed: int) -> list[tuple[int, ...]]:
 
 def trace(name: str) -> list[tuple[int, ...]]:
     """The blocks of each request of a public trace."""
-    return [line.blocks for line in read_public(Path(TRACES or "."), name)]
+    return [line.block_ids for line in read_mooncake(Path(TRACES or "."), name)]
 
 
 def require_the_replay(

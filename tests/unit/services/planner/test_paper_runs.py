@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -16,7 +17,8 @@ from services.planner.paper_runs import (
     rejections,
     sarathi_tables,
 )
-from services.sim.baselines.mooncake import PrefillPool, PrefixRequest
+from services.sim.asks import Ask
+from services.sim.baselines.mooncake import PrefillPool
 
 
 def figures(tables: list[PaperTable]) -> dict[str, float]:
@@ -64,12 +66,12 @@ def test_sarathi_bounds_gaps_at_a_small_price() -> None:
     assert relaxed[1] > relaxed[0] >= strict[0]
 
 
-def trace(num: int, rate: float) -> list[PrefixRequest]:
+def trace(num: int, rate: float) -> list[Ask]:
     """Conversations that share prefixes, by Poisson: lengths as Mooncake's trace has them."""
     rng = random.Random(0)
-    at, requests = 0.0, list[PrefixRequest]()
+    at, requests = 0.0, list[Ask]()
     for ask, _ in zip(SHAPES["mooncake"].asks(rng), range(num), strict=False):
-        requests.append(PrefixRequest(1000 * at, ask.num_input, ask.num_output, ask.block_ids))
+        requests.append(replace(ask, due_s=at))
         at += rng.expovariate(rate)
     return requests
 
@@ -92,10 +94,10 @@ def test_rejecting_earlier_wastes_less_prefill() -> None:
 def test_fetch_local_or_compute_follows_bandwidth_queue_and_threshold() -> None:
     """The three branches of algorithm 1, each by moving one parameter."""
     times = mooncake_times()
-    prompt = PrefixRequest(0.0, 8192, 10, tuple(range(16)))
+    prompt = Ask(num_input=8192, num_output=10, block_ids=tuple(range(16)))
 
     def chosen(pool: PrefillPool, busy_s: float) -> tuple[int, int]:
-        pool.nodes[0].keep(prompt.blocks)
+        pool.nodes[0].keep(prompt.block_ids)
         pool.nodes[0].free_at = busy_s
         _, node, tokens = pool.expect(prompt)
         return node, tokens
@@ -110,5 +112,5 @@ def test_fetch_local_or_compute_follows_bandwidth_queue_and_threshold() -> None:
     assert chosen(pool(), 5.0) == (1, 8191)  # fetched: the queue there is longer than the way
     assert chosen(pool(fetch_factor=1000.0), 5.0) == (1, 0)  # computed: the link is too slow
     half = pool(threshold=2.0)
-    half.nodes[1].keep(prompt.blocks[:8])
+    half.nodes[1].keep(prompt.block_ids[:8])
     assert chosen(half, 5.0) == (1, 4096)  # computed: twice as long a prefix is not enough

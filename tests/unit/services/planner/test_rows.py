@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from services.planner.rows import DataError, read_rows
+
+
+class Pair(msgspec.Struct):
+    a: int
+    b: int
 
 
 @pytest.mark.parametrize("text", ["a,b\n1,2\n" + "3" * 200_000 + ",4\n", "x" * 200_000])
@@ -15,4 +21,4 @@ def test_a_file_that_is_no_table_is_refused_by_its_line(text: str, tmp_path: Pat
     path = tmp_path / "wrong.csv"
     path.write_text(text)
     with pytest.raises(DataError, match=rf"{path}:\d: field larger than"):
-        list(read_rows(path, ("a", "b")))
+        list(read_rows(path, Pair))

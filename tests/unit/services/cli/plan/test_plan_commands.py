@@ -172,11 +172,11 @@ def test_hit_rate_of_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("lines", "flags", "word"),
     [
-        ([{"hash_ids": []}], [], ":1: no hash_ids"),
-        ([{"timestamp": 2}, {"timestamp": 1}], [], ":2: arrives before the line above"),
-        ([{"input_length": -1}], [], ":1: Expected `int` >= 0"),
+        ([{"hash_ids": []}], [], "no hash_ids of request 1"),
+        ([{"timestamp": 2}, {"timestamp": 1}], [], ":2: arrives 0.001 s before the line above"),
+        ([{"input_length": -1}], [], ":1: Expected `int` >= 1"),
         ([{"hash_ids": None}], [], ":1: Expected `array`"),
-        ([], [], "holds no request"),
+        ([], [], "no column TIMESTAMP"),
         (
             [{}],
             ["--blocks", "0"],

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from services.cli import main
-from services.cli.bench.report import read_rows
+from services.cli.bench.report import read_requests
 from services.cli.interrupts import EXIT_INTERRUPTED
 from services.cli.plan import explain, fleet
 from services.cli.plan.explain import Explained, goodput
@@ -300,7 +300,7 @@ def test_a_fleet_is_found_and_reported(tmp_path: Path, capsys: pytest.CaptureFix
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["pdmesh_bench"] == 2
     assert report["runs"][0]["attainment"] == facts["run"]["attainment"]
-    assert len(read_rows(tmp_path, "again")) == 60
+    assert len(read_requests(tmp_path, "again")) == 60
     assert (tmp_path / "cost.svg").read_text().startswith("<?xml")
 
 

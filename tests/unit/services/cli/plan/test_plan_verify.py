@@ -244,7 +244,7 @@ def test_a_folder_of_bench_is_replayed(tmp_path: Path, capsys: pytest.CaptureFix
     [
         ((*ROWS[:2], ROWS[3]), "requests.csv:3: request 1 is missing: the run has a hole"),
         ((*ROWS[:2], ROWS[2].replace("0.5", "-1")), ":3: arrives 1 s before the line above"),
-        ((ROWS[0], ROWS[1].replace("100", "many")), ":2: invalid literal"),
+        ((ROWS[0], ROWS[1].replace("100", "many")), ":2: Expected `int`"),
         (("TIMESTAMP,ContextTokens", "1,2"), "is no folder of `pdmesh bench --output`"),
         (ROWS[:1], "is no folder of `pdmesh bench --output`"),
         ([row.replace("input_asked", "asked") for row in ROWS], "no column input_asked"),

@@ -57,7 +57,7 @@ def test_every_request_is_exact_to_the_printed_decimals(path: Path, fidelity: Fi
     """And the file that is written is theirs, byte for byte."""
     given, latencies, _ = simulated(path, fidelity)
     for request, latency in zip(given, latencies, strict=True):
-        assert printed(latency) == request.felt, f"request {request.req_id}"
+        assert printed(latency) == request.felt, f"line {request.line}"
     assert results_text(given, latencies).encode() == path.read_bytes()
 
 

@@ -18,13 +18,8 @@ from services.planner.core.provisioning import (
     within,
 )
 from services.planner.founding_data import decode_ms
-from services.planner.splitwise_data import (
-    drawn,
-    machine_times,
-    read_azure,
-    read_perf_model,
-    runs_of,
-)
+from services.planner.splitwise_data import drawn, machine_times, read_perf_model, runs_of
+from services.planner.traces import read_azure
 from services.sim.baselines.splitwise import (
     BLOOM_176B,
     LINK_BANDWIDTH,
