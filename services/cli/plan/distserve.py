@@ -9,7 +9,7 @@ from pathlib import Path
 
 from services.cli.plan.view import progress, require_writable, show_tables
 from services.cli.sources import JsonFlag
-from services.cli.words import plain_console, print_json
+from services.planner.core.paper_table import PaperRow, PaperTable
 from services.planner.core.placement import quantile
 from services.planner.core.prefill_queue import queue_tables
 from services.planner.distserve_data import (
@@ -95,57 +95,35 @@ def distserve(
     took_s = time.perf_counter() - began
     if out is not None:
         write_whole(out, results_text(given, latencies).encode())
-    where = (
-        f"P({prefill_degree}) D({decode_degree})" if system == "distserve" else str(prefill_degree)
-    )
-    duration_s = given[-1].at_ms / 1000
-    felt = {
-        "ttft_ms": _percentiles([latency.ttft_ms for latency in latencies]),
-        "tpot_ms": _percentiles([latency.tpot_ms for latency in latencies]),
-    }
-    against = _against(given, latencies)
-    if as_json:
-        told = {"model": model, "system": system, "instances": where, "num_requests": len(given)}
-        print_json({**told, **felt, "against_file": against, "num_steps": sim.num_steps})
-        return
-    rate = f"{len(given) / duration_s:.2f} requests/s" if duration_s else "all at once"
-    console = plain_console()
-    console.print(f"{model} {system} {where}: {len(given)} requests, {rate}")
-    for name, values in felt.items():
-        shown = " / ".join(f"{value:.3f}" for value in values.values())
-        console.print(f"{name[:4].upper()} p50 / p90 / p99  {shown} ms")
-    if against is not None:
-        console.print(
-            f"the file's own results: {against.pop('num_same')} of {against.pop('num_rows')} rows "
-            "are the same, digit by digit"
-        )
-        for (name, most), num in zip(against.items(), DECIMALS, strict=True):
-            console.print(f"  largest difference of {name}: {most:.{num}f}")
-    console.print(
-        f"{fidelity}: {sim.num_steps} steps in {sim.clock.num_events} events, {took_s:.2f} s"
-    )
-    if out is not None:
         print(f"written to {out}", file=sys.stderr)
+    where = f"P({prefill_degree}) D({decode_degree})" if system == "distserve" else prefill_degree
+    duration_s = given[-1].at_ms / 1000
+    rate = f"{len(given) / duration_s:.2f} requests/s" if duration_s else "all at once"
+    title = f"{model} {system} {where}: {len(given)} requests, {rate}"
+    note = f"{fidelity}: {sim.num_steps} steps in {sim.clock.num_events} events, {took_s:.2f} s"
+    show_tables([PaperTable(title, _rows(given, latencies), [note])], as_json=as_json)
 
 
-def _percentiles(values: list[float]) -> dict[str, float]:
-    """By linear interpolation, as their scripts count."""
-    return {f"p{q}": quantile(values, q / 100) for q in (50, 90, 99)}
-
-
-def _against(given: list[GivenRequest], latencies: list[Latency]) -> dict[str, float] | None:
-    """Return how far a run is from the one that the file holds, if it holds one."""
+def _rows(given: list[GivenRequest], latencies: list[Latency]) -> list[PaperRow]:
+    """What requests feel, beside what the file says of them, if it does."""
     pairs = [
         (request.felt, printed(latency))
         for request, latency in zip(given, latencies, strict=True)
         if request.felt is not None
     ]
+    rows: list[PaperRow] = []
+    for name in ("ttft_ms", "tpot_ms"):
+        ours = [getattr(latency, name) for latency in latencies]
+        theirs = [getattr(felt, name) for felt, _ in pairs]
+        for q in (50, 90, 99):  # by linear interpolation, as their scripts count
+            file = f"{quantile(theirs, q / 100):.3f}" if theirs else ""
+            what = f"{name[:4].upper()} p{q}"
+            rows.append(PaperRow(what, file, quantile(ours, q / 100), 3, "ms"))
     if not pairs:
-        return None
-    found: dict[str, float] = {
-        "num_rows": len(pairs),
-        "num_same": sum(theirs == ours for theirs, ours in pairs),
-    }
-    for idx, name in enumerate(LATENCY_COLUMNS):
-        found[name] = max(abs(theirs[idx] - ours[idx]) for theirs, ours in pairs)
-    return found
+        return rows
+    num_same = sum(theirs == ours for theirs, ours in pairs)
+    rows.append(PaperRow("rows that are the same, digit by digit", f"{len(pairs)}", num_same, 0))
+    for idx, (name, decimals) in enumerate(zip(LATENCY_COLUMNS, DECIMALS, strict=True)):
+        most = max(abs(theirs[idx] - ours[idx]) for theirs, ours in pairs)
+        rows.append(PaperRow(f"largest difference of {name}", "0", most, decimals))
+    return rows

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import Final
 
-from rich.table import Table
-
 from services.cli.plan.times_flags import TpotFlag, TtftFlag, read_slo
-from services.cli.plan.view import Kept, progress, require_ranges, say_how_long
+from services.cli.plan.view import Kept, progress, require_ranges, say_how_long, show_tables
 from services.cli.sources import JsonFlag
-from services.cli.words import plain_console, plain_table, print_json, print_lines
 from services.planner.core.bounds import unmeetable
+from services.planner.core.paper_table import PaperRow, PaperTable
 from services.planner.core.placement import (
     MOST_RATE,
     Affinity,
@@ -118,47 +117,27 @@ def distserve_placement(
             apart = placer.apart(nodes * gpus, rate)
     ranked = sorted(found, key=lambda one: one.rank, reverse=True)
     attains = bool(ranked and ranked[0].rate_per_gpu)
-    impossible: list[str] = []
+    notes = [
+        f"algorithm 1, {name} by itself: {one.num} x {one.degree}, {one.rate:.2f} requests/s each"
+        for name, one in zip(("prefill", "decode"), apart or (), strict=False)
+    ]
     if kept.is_whole and not attains:
         with kept:
-            impossible = unmeetable(slo, placer.alone(candidates), target)
-    if as_json:
-        told = [
-            {
-                "placement": str(it.placement),
-                "gpus": it.placement.num_devices,
-                "rate_per_gpu": it.rate_per_gpu,
-            }
-            for it in ranked
-        ]
-        facts = {"placements": told, "apart": apart, "impossible": impossible}
-        print_json(facts | {"is_whole": kept.is_whole})
-        return kept.exit_code(is_good=attains)
-    console = plain_console()
-    console.print(
+            notes += unmeetable(slo, placer.alone(candidates), target)
+        if kept.is_whole and not notes:
+            notes.append(f"nothing attains, not at {MOST_RATE / 2**_RATES:.2g} requests/s a GPU")
+    title = (
         f"{model}, {nodes} x {gpus} GPUs, {affinity} affinity, TTFT {slo_ttft}, TPOT {slo_tpot}, "
         f"{target:.0%}, success {success}: {len(found)} of {len(candidates)} placements"
     )
-    console.print(_table(ranked[:_SHOWN], rate))
-    print_lines(impossible)
-    if kept.is_whole and not attains and not impossible:
-        lowest = MOST_RATE / 2**_RATES
-        console.print(f"nothing attains, not at {lowest:.2g} requests/s a GPU either")
-    for name, one in zip(("prefill", "decode"), apart or (), strict=False):
-        console.print(
-            f"algorithm 1, {name} by itself: {one.num} x {one.degree}, "
-            f"{one.rate:.2f} requests/s each"
-        )
+    rows = [_row(it, rate) for it in (ranked if as_json else ranked[:_SHOWN])]
+    show_tables([PaperTable(title, rows, notes)], as_json=as_json)
     return kept.exit_code(is_good=attains)
 
 
-def _table(ranked: list[Placed], rate: float) -> Table:
-    table = plain_table(
-        "placement", "GPUs", "requests/s a GPU", f"replicas for {rate:g}/s", left="placement"
-    )
-    for one in ranked:
-        whole = one.rate_per_gpu * one.placement.num_devices
-        replicas = str(-int(-rate // whole)) if whole else "–"
-        num = str(one.placement.num_devices)
-        table.add_row(str(one.placement), num, f"{one.rate_per_gpu:.4f}", replicas)
-    return table
+def _row(one: Placed, rate: float) -> PaperRow:
+    num, per_gpu = one.placement.num_devices, one.rate_per_gpu
+    why = f"{num} GPUs"
+    if per_gpu:
+        why += f", {math.ceil(rate / (per_gpu * num))} replicas for {rate:g}/s"
+    return PaperRow(str(one.placement), "", per_gpu, 4, "requests/s a GPU", why)

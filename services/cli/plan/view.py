@@ -50,7 +50,8 @@ def show_tables(tables: Iterable[PaperTable], *, as_json: bool = False) -> None:
         return
     console = plain_console()
     for paper in tables:
-        table = Table(title=paper.title, title_justify="left", box=None, pad_edge=False)
+        console.print(paper.title, style="italic", soft_wrap=True)
+        table = Table(box=None, pad_edge=False)
         table.add_column("")
         table.add_column("theirs", justify="right")
         table.add_column("ours", justify="right")

@@ -23,6 +23,11 @@ def run(requests: Path, *flags: str, data: Path = DATA) -> int:
     )
 
 
+def ours(capsys: pytest.CaptureFixture[str]) -> dict[str, float]:
+    """What was told to programs."""
+    return {it["what"]: it["ours"] for it in json.loads(capsys.readouterr().out)[0]["rows"]}
+
+
 @pytest.mark.parametrize("fidelity", ["exact", "runs"])
 def test_the_reference_file_comes_out_again(
     fidelity: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -31,23 +36,23 @@ def test_the_reference_file_comes_out_again(
     out = tmp_path / "out.csv"
     assert run(REFERENCE, "--out", str(out), "--fidelity", fidelity) == 0
     assert out.read_bytes() == REFERENCE.read_bytes()
-    said = capsys.readouterr().out
-    assert "500 of 500 rows are the same, digit by digit" in said
-    assert "TTFT p50 / p90 / p99  91.522 / 186.4" in said
+    said = " ".join(capsys.readouterr().out.split())
+    assert "rows that are the same, digit by digit 500 500" in said
+    assert "TTFT p50 91.522 91.522 ms TTFT p90 186.4" in said
 
 
 def test_a_run_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What people read, as numbers; a file without results is held against nothing."""
     assert run(REFERENCE, "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["ttft_ms"]["p90"] == pytest.approx(186.416, abs=5e-4)
-    assert told["against_file"]["num_same"] == told["num_requests"] == 500
+    told = ours(capsys)
+    assert told["TTFT p90"] == pytest.approx(186.416, abs=5e-4)
+    assert told["rows that are the same, digit by digit"] == 500
     path = tmp_path / "one.csv"
     path.write_text(HEAD + "0,0,374,44\n")
     assert run(path, "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["against_file"] is None
-    assert told["tpot_ms"]["p50"] == told["tpot_ms"]["p99"] == pytest.approx(22.26134, abs=5e-6)
+    told = ours(capsys)
+    assert list(told) == [f"{name} p{q}" for name in ("TTFT", "TPOT") for q in (50, 90, 99)]
+    assert told["TPOT p50"] == told["TPOT p99"] == pytest.approx(22.26134, abs=5e-6)
 
 
 def test_a_file_that_cannot_be_written_is_told_before_the_run(
@@ -75,14 +80,15 @@ def test_limits_that_no_placement_keeps_are_named(capsys: pytest.CaptureFixture[
     assert "keeps TTFT 5ms" in said
     assert "give --slo-ttft" in said
     assert place("--slo-tpot", "1ms", "--json") == 1
-    told = json.loads(capsys.readouterr().out)
-    assert "keeps TPOT 1ms" in told["impossible"][0]
-    assert {row["rate_per_gpu"] for row in told["placements"]} == {0.0}
+    (told,) = json.loads(capsys.readouterr().out)
+    assert "keeps TPOT 1ms" in told["notes"][0]
+    assert {row["ours"] for row in told["rows"]} == {0.0}
     assert place("--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    rates = [row["rate_per_gpu"] for row in told["placements"]]
+    (told,) = json.loads(capsys.readouterr().out)
+    rates = [row["ours"] for row in told["rows"]]
+    assert len(rates) == 9
     assert rates == sorted(rates, reverse=True)
-    assert told["impossible"] == []
+    assert told["notes"] == []
 
 
 def test_a_long_search_of_placements_says_so_first(
