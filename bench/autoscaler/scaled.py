@@ -26,7 +26,7 @@ from services.gateway.core.scaling.scaling import (
     seen_workers,
 )
 from services.gateway.core.scaling.traffic import TrafficMeter
-from services.sim.engine import SimEngine
+from services.sim.engine import TimedEngine
 from services.sim.members import Member
 from services.sim.mesh import CoreAnswer, CoreMesh
 from services.sim.orders import WorkerSize
@@ -74,7 +74,7 @@ class ScaledMesh(CoreMesh):
         self,
         spec: ModelSpec,
         layout: KvLayout,
-        engine: SimEngine,
+        engine: TimedEngine,
         size: WorkerSize,
         *,
         rules: Rules,

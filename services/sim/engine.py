@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from shared.predict.fit_steps import StepSample, line_through
 from shared.predict.step_time import MIN_STEPS, StepFit, attended
@@ -38,55 +38,28 @@ ANSWER_TOKEN: Final = 0
 in one that has not been told its tokens yet."""
 
 
-class SimEngine(Protocol):
-    """One engine on a heap of events."""
-
-    spreads_layers: bool
-    """Whether layers are ready one after the other while a step runs; else all at its end, from
-    ``step``."""
-
-    times: TimeModel | None
-    """Of which all that it does follows, as no token matters. None = steps must be computed."""
-
-    def fits(self) -> tuple[StepFit, StepFit]:
-        """What its worker reports of its steps, with prompts and without."""
-        ...
-
-    def step_seconds(self, rows: Sequence[StepRow]) -> float:
-        """How long a step takes."""
-        ...
-
-    def step(self, rows: Sequence[StepRow], on_layer: Callable[[int], None]) -> list[RowResult]:
-        """Compute a step, at its end."""
-        ...
-
-    def read(self, blocks: Sequence[int], start: int, stop: int, layers: tuple[int, int]) -> object:
-        """Return KV of tokens [start, stop) in layers [first, last)."""
-        ...
-
-    def write(
-        self, blocks: Sequence[int], start: int, stop: int, layers: tuple[int, int], kv: object
-    ) -> None:
-        """Place what ``read`` gave on another worker."""
-        ...
-
-
 class TimedEngine:
-    """Takes the time that a model says; no token matters, and KV is nothing but its length."""
+    """Takes the time that a model says; no token matters, and KV is nothing but its length. An
+    engine that computes says so with no ``times``, and has each method itself.
+
+    spreads_layers: whether layers are ready one after the other while a step runs; else all at its
+    end, from ``step``.
+    """
 
     spreads_layers = True
+    times: TimeModel | None = None
 
     def __init__(self, times: TimeModel) -> None:
-        self.times: TimeModel | None = times
-        self._times = times
+        self.times = self._times = times
         asked = deepcopy(times)  # no step of the plan, which a model warns of if it goes too far
         self._fits = _fit(asked, PROMPT_SHAPES), _fit(asked, ANSWER_SHAPES)
 
     def fits(self) -> tuple[StepFit, StepFit]:
+        """What its worker reports of its steps, with prompts and without."""
         return self._fits
 
     def step_seconds(self, rows: Sequence[StepRow]) -> float:
-        """See SimEngine. A row of one token is a decode row."""
+        """How long a step takes. A row of one token is a decode row."""
         prompt = attends = decodes = context = 0
         for row in rows:
             num, start = len(row.token_ids), row.start
@@ -99,15 +72,17 @@ class TimedEngine:
         return self._times.step_s(prompt, attends, decodes, context)
 
     def step(self, rows: Sequence[StepRow], on_layer: Callable[[int], None]) -> list[RowResult]:
+        """Compute a step, at its end."""
         return [RowResult(-1 if row.sample is None else ANSWER_TOKEN) for row in rows]
 
     def read(self, blocks: Sequence[int], start: int, stop: int, layers: tuple[int, int]) -> object:
+        """Return KV of tokens [start, stop) in layers [first, last)."""
         return None
 
     def write(
         self, blocks: Sequence[int], start: int, stop: int, layers: tuple[int, int], kv: object
     ) -> None:
-        """Nothing is kept."""
+        """Place what ``read`` gave on another worker."""
 
 
 @dataclass(slots=True)

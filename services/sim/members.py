@@ -22,7 +22,7 @@ from services.gateway.core.routing.router import Router
 from services.gateway.core.routing.routing import POLICIES, PairWanted
 from services.gateway.core.worker import Role, Worker, WorkerStatus
 from services.sim.clock import EventClock
-from services.sim.engine import SimEngine
+from services.sim.engine import TimedEngine
 from services.sim.orders import Word, WorkerSize
 from services.sim.reports import Reporter, status_of
 from services.sim.worker import CoreWorker
@@ -78,7 +78,7 @@ class Members(ABC):
         self,
         spec: ModelSpec,
         layout: KvLayout,
-        new_engine: Callable[[WorkerSize], SimEngine],
+        new_engine: Callable[[WorkerSize], TimedEngine],
         size: WorkerSize,
         *,
         policy: str,
@@ -118,7 +118,7 @@ class Members(ABC):
         *,
         serves_both: bool = False,
         is_colocated: bool = False,
-        engine: SimEngine | None = None,
+        engine: TimedEngine | None = None,
         size: WorkerSize | None = None,
     ) -> CoreWorker:
         """A new worker joins, and is paired with all that it may push to or take from. engine,

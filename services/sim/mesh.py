@@ -37,7 +37,7 @@ from services.gateway.core.routing.expectations import EndedAnswer
 from services.gateway.core.routing.routing import RouteDecision
 from services.gateway.core.worker import Role, Worker
 from services.sim.clock import WIRE_S, counted_bytes, counted_chances
-from services.sim.engine import SimEngine
+from services.sim.engine import TimedEngine
 from services.sim.members import Member, Members
 from services.sim.orders import Word, WorkerSize
 from services.sim.token_times import TokenTimes
@@ -90,7 +90,7 @@ class CoreMesh(Members):
         self,
         spec: ModelSpec,
         layout: KvLayout,
-        new_engine: Callable[[WorkerSize], SimEngine],
+        new_engine: Callable[[WorkerSize], TimedEngine],
         size: WorkerSize,
         *,
         policy: str = "least_loaded",

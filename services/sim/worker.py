@@ -18,7 +18,7 @@ from typing import Any
 
 from services.sim.clock import EventClock
 from services.sim.ends import KvEnds
-from services.sim.engine import ANSWER_TOKEN, DoneWork, SimEngine
+from services.sim.engine import ANSWER_TOKEN, DoneWork, TimedEngine
 from services.sim.equal_steps import LEAST_SKIPPED, MOST_SKIPPED, EqualSteps
 from services.sim.orders import SimJob, Word, WorkerSize, slot_of
 from services.sim.stages import Stages
@@ -65,7 +65,7 @@ class CoreWorker:
         clock: EventClock,
         spec: ModelSpec,
         layout: KvLayout,
-        engine: SimEngine,
+        engine: TimedEngine,
         tell: Callable[[CoreWorker, Word], None],
         *,
         size: WorkerSize,

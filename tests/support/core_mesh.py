@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from services.gateway.core.routing.sides import Places, RouteRequest, RoutingPolicy, Sides
+from services.sim.engine import TimedEngine
 from services.sim.mesh import CoreMesh
 from services.sim.orders import WorkerSize
 from shared.engine.fake import FakeEngine, FakeModel
@@ -16,29 +17,28 @@ from shared.step import RowResult, StepRow
 MODEL = FakeModel(vocab_size=64, max_model_len=512, num_layers=2, num_kv_heads=1, head_dim=8)
 
 
-class ExactEngine:
+class ExactEngine(TimedEngine):
     """The fake engine, asked as the simulator asks."""
 
     spreads_layers = False  # its KV is there when a step is computed
-    times = None
 
     def fits(self) -> tuple[StepFit, StepFit]:
-        """See SimEngine."""
+        """See TimedEngine."""
         return NO_FIT, NO_FIT
 
     def __init__(self, size: WorkerSize) -> None:
         self._fake = FakeEngine(model=MODEL, num_blocks=size.num_blocks, block_size=size.block_size)
 
     def step_seconds(self, rows: Sequence[StepRow]) -> float:
-        """See SimEngine."""
+        """See TimedEngine."""
         return self._fake.step_seconds(rows)
 
     def step(self, rows: Sequence[StepRow], on_layer: Callable[[int], None]) -> list[RowResult]:
-        """See SimEngine."""
+        """See TimedEngine."""
         return self._fake.step(rows, on_layer)
 
     def read(self, blocks: Sequence[int], start: int, stop: int, layers: tuple[int, int]) -> object:
-        """See SimEngine."""
+        """See TimedEngine."""
         num_bytes = (stop - start) * (layers[1] - layers[0]) * MODEL.layout.token_layer_bytes
         payload = np.zeros(num_bytes, np.uint8)
         self._fake.gather(blocks, start, stop, *layers, payload)
@@ -47,7 +47,7 @@ class ExactEngine:
     def write(
         self, blocks: Sequence[int], start: int, stop: int, layers: tuple[int, int], kv: object
     ) -> None:
-        """See SimEngine."""
+        """See TimedEngine."""
         assert isinstance(kv, np.ndarray)
         self._fake.scatter(blocks, start, stop, *layers, kv)
 
