@@ -16,6 +16,7 @@ from typing import Annotated, Any, Final, ParamSpec, TypeVar, get_args, get_type
 
 from cyclopts import Group, Parameter, Token
 
+from services.cli.quantities import size
 from services.gateway.front.auth import read_keys
 from services.gateway.front.quota import KeyLimits
 from services.gateway.own_policy import load_policy
@@ -27,7 +28,7 @@ from shared.engine.vllm.settings import read_arguments, require_effect
 from shared.errors import InvalidRequest, MeshError
 from shared.listening import of_this_machine
 from shared.object_reference import is_reference, load_object
-from shared.quantity import read_quantity, unit_of
+from shared.quantity import unit_of
 from shared.rpc.tls import MeshTls, TlsFiles, server_context
 
 P = ParamSpec("P")
@@ -114,13 +115,7 @@ def _read_path(_: Any, tokens: Sequence[Token]) -> Path | None:
 
 
 def _read_size(_: Any, tokens: Sequence[Token]) -> int:
-    """'4GB', '512 MiB'; a bare number is bytes. Raises InvalidRequest."""
-    text = tokens[0].value
-    try:
-        size = read_quantity(f"{text} B" if text.lstrip("-").isdigit() else text, "B")
-    except ValueError as error:
-        raise InvalidRequest(f"{tokens[0].keyword or 'a size'} {error}") from None
-    return int(size)
+    return size(tokens[0].keyword or "a size", tokens[0].value)
 
 
 def require_free_port(host: str, port: int, flag: str, *, host_flag: str = "--host") -> None:

@@ -28,7 +28,7 @@ _NumTokens = Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
 class _MooncakeRow(msgspec.Struct):
     timestamp: Annotated[float, msgspec.Meta(ge=0, lt=1e15)]
     input_length: _NumTokens
-    output_length: _NumTokens
+    output_length: Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]
     hash_ids: tuple[int, ...] = ()
 
     def ask(self) -> Ask:

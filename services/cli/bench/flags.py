@@ -14,9 +14,9 @@ from services.cli.bench.endpoints import Api
 from services.cli.bench.sources import SHAPES, fixed, read_trace
 from services.cli.bench.workload import Arrivals, Fit, Load, Source
 from services.cli.flags import require
+from services.cli.quantities import Seconds, TpotFlag, TtftFlag
 from services.cli.sources import flag_of
 from shared.errors import InvalidRequest
-from shared.quantity import read_quantity, write_quantity
 from shared.telemetry.definitions import Slo
 
 DEFAULT_DURATION_S: Final = 30.0
@@ -26,24 +26,6 @@ SEARCH_REQUESTS: Final = 50
 MOST_SCALE: Final = 1000
 LEAST_BURSTINESS: Final = 0.001
 """Gaps of a smaller shape are all 0, or no numbers."""
-
-
-def seconds(flag: str, text: str) -> float:
-    """Return a flag's time: '500ms', '30 s', '2 min'. Raises InvalidRequest."""
-    try:
-        return float(read_quantity(text, "s"))
-    except ValueError as error:
-        raise InvalidRequest(f"{flag} {error}") from None
-
-
-def plain_seconds(flag: str, text: str) -> float:
-    """The same; a bare number is seconds."""
-    is_bare = text.replace(".", "", 1).isdigit()
-    return seconds(flag, f"{text} s" if is_bare else text)
-
-
-def _seconds(_: Any, tokens: Sequence[Token]) -> float:
-    return plain_seconds(tokens[0].keyword or "a time", tokens[0].value)
 
 
 def _numbers(_: Any, tokens: Sequence[Token]) -> tuple[float, ...]:
@@ -56,8 +38,6 @@ def _numbers(_: Any, tokens: Sequence[Token]) -> tuple[float, ...]:
         raise InvalidRequest(f"{flag} must be numbers like 1,2,4") from None
 
 
-_time = Parameter(converter=_seconds, n_tokens=1, accepts_keys=False)
-_seen_time = Parameter(show_default=lambda value: write_quantity(value, "s"))
 _load = Parameter(group=Group("Load", sort_key=1), show_env_var=False)
 _work = Parameter(group=Group("Requests", sort_key=2), show_env_var=False)
 _slo = Parameter(group=Group("SLO", sort_key=3), show_env_var=False)
@@ -66,7 +46,7 @@ _server = Parameter(group=_SERVER, show_env_var=False)
 _quiet = Parameter(show_default=False)
 _ABOVE_0: Final = (
     *("duration", "requests", "scale_lengths", "input_len", "output_len"),
-    *("max_input", "max_output", "slo_ttft", "slo_tpot", "timeout"),
+    *("max_input", "max_output", "timeout"),
 )
 
 UrlsFlag = Annotated[
@@ -97,7 +77,7 @@ class BenchFlags:
     goodput: Annotated[bool, _load, _quiet, Parameter(negative="")] = False
     """Find the highest rate that attains the SLO: doubling from --rate, then bisecting."""
 
-    duration: Annotated[float | None, _load, _quiet, _time] = None
+    duration: Annotated[Seconds | None, _load, _quiet] = None
     """Arrivals of a run; default 30 s, or all of a trace at its own speed. Answers are waited
     for."""
 
@@ -142,11 +122,8 @@ class BenchFlags:
     """Answers of exactly the planned length, where the server can; with --no-ignore-eos they end
     where the model ends them."""
 
-    slo_ttft: Annotated[float, _slo, _time, _seen_time] = 0.5
-    """Limit of the time to the first token: 500ms, 2s."""
-
-    slo_tpot: Annotated[float, _slo, _time, _seen_time] = 0.05
-    """Limit of the time per further token."""
+    slo_ttft: Annotated[TtftFlag, _slo] = 0.5
+    slo_tpot: Annotated[TpotFlag, _slo] = 0.05
 
     attainment: Annotated[float, _slo] = 0.9
     """Share of requests that must keep both, for --goodput."""
@@ -160,7 +137,7 @@ class BenchFlags:
     api: Annotated[Api, _server] = "auto"
     """Which of OpenAI's; auto takes completions where they are served."""
 
-    timeout: Annotated[float, _server, _time, _seen_time] = 600.0
+    timeout: Annotated[Seconds, _server] = 600.0
     """Longest wait for the end of an answer."""
 
     def check(self) -> None:

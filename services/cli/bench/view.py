@@ -17,6 +17,7 @@ from rich.text import Text
 from services.cli.bench.records import MISSED, Run
 from services.cli.bench.summary import NAMES
 from shared.runtime.groups import TaskGroup, plain_errors
+from shared.telemetry.definitions import Slo
 
 INTERVAL_S: Final = 0.5
 METRICS: Final = {"ttft_s": "TTFT", "tpot_s": "TPOT", "itl_s": "ITL", "e2e_s": "E2E"}
@@ -117,6 +118,10 @@ def time_text(seconds: float | None) -> str:
     return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:.0f} s"
 
 
+def limits_text(slo: Slo) -> str:
+    return f"TTFT {time_text(slo.ttft_s)} and TPOT {time_text(slo.tpot_s)}"
+
+
 def _one_run(run: Mapping[str, Any]) -> Sequence[RenderableType]:
     share = run["cached_tokens"] / run["input_tokens"] if run["input_tokens"] else 0.0
     cached = f" ({share:.0%} of them cached)" if share else ""
@@ -177,10 +182,7 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> Table:
 
 def _goodput(report: Mapping[str, Any]) -> Text:
     found, slo = report["goodput"], report["slo"]
-    limits = (
-        f"{found['target']:.0%} within TTFT {time_text(slo['ttft_s'])} and TPOT "
-        f"{time_text(slo['tpot_s'])}"
-    )
+    limits = f"{found['target']:.0%} within {limits_text(Slo(**slo))}"
     text = Text("goodput ", style="bold")
     if not found["rate"]:
         return text.append(f"0: no rate that was tried attains {limits}", style="not bold")

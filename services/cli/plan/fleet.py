@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final
 
 from cyclopts import Parameter
 
+from services.cli.bench.view import limits_text
 from services.cli.plan.explain import MOST_RUNS, Explained, WhatIfFlag, explain, goodput, lines
 from services.cli.plan.sim_flags import SimFlags
 from services.cli.plan.sim_report import OutputFlag, begin_report, draw_lines, report_files
@@ -282,7 +283,7 @@ def _show(
     bounds: dict[Unit, WorkerBound],
 ) -> None:
     console, search = plain_console(), found.search
-    goal = f"{flags.attainment:.0%} within TTFT {flags.slo_ttft} and TPOT {flags.slo_tpot}"
+    goal = f"{flags.attainment:.0%} within {limits_text(flags.slo)}"
     asked = (
         f"cheapest for {flags.rate:g} requests/s"
         if fleet_flags.budget is None

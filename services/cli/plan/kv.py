@@ -8,10 +8,11 @@ from typing import Final
 from rich.table import Table
 
 from services.cli.plan.view import require_ranges
+from services.cli.quantities import LinkRate
 from services.cli.sources import JsonFlag
-from services.cli.words import plain_console, print_json
+from services.cli.words import plain_console, print_json, speed
 from services.planner.core.fetch import exposed_s, fetch_pays_from, prefill_flops
-from services.planner.core.kv_size import KvShape, link_need, read_link
+from services.planner.core.kv_size import KvShape, link_need
 from services.planner.core.roofline import DEVICES
 from services.planner.model_kv import kv_shape
 from shared.errors import InvalidRequest
@@ -24,7 +25,7 @@ def kv(
     /,
     *,
     tokens: int = 8192,
-    link: str = "25GB/s",
+    link: LinkRate = 25e9,
     device: str = "a800",
     devices: int = 8,
     efficiency: float = 1.0,
@@ -65,13 +66,12 @@ def kv(
     )
     if device.lower() not in DEVICES:
         raise InvalidRequest(f"--device must be one of {', '.join(DEVICES)}, not {device!r}")
-    bandwidth = read_link("--link", link)
     shape = kv_shape(model)
     if kv_bytes is not None:
         shape = replace(shape, bytes_per_element=kv_bytes)
     flops = DEVICES[device.lower()].flops * devices * efficiency
-    facts = _facts(shape, tokens, bandwidth, flops, rate)
-    verdict = "fetch" if bandwidth > facts["fetch_pays_from"] else "recompute"
+    facts = _facts(shape, tokens, link, flops, rate)
+    verdict = "fetch" if link > facts["fetch_pays_from"] else "recompute"
     if as_json:
         print_json({"model": shape.name, **facts, "verdict": verdict})
         return
@@ -80,7 +80,7 @@ def kv(
     for name, value, meaning in (
         ("KV of a token", _bytes(facts["token_bytes"]), _shape_text(shape)),
         (f"KV of {tokens:,} tokens", _bytes(facts["bytes"]), ""),
-        ("moved", _ms(facts["move_s"]), f"at {link}"),
+        ("moved", _ms(facts["move_s"]), f"at {speed(link / 1e9)}"),
         ("computed", _ms(facts["prefill_s"]), f"on {where}"),
         ("fetching pays from", f"{facts['fetch_pays_from'] / 1e9:.2f} GB/s", verdict),
         ("exposed, layer-wise", _ms(facts["exposed_layerwise_s"]), "left after prefill"),
@@ -96,19 +96,17 @@ def kv(
     console.print(table)
 
 
-def _facts(
-    shape: KvShape, tokens: int, bandwidth: float, flops: float, rate: float
-) -> dict[str, float]:
+def _facts(shape: KvShape, tokens: int, link: float, flops: float, rate: float) -> dict[str, float]:
     num_bytes = shape.token_bytes * tokens
     prefill_s = prefill_flops(shape, tokens) / flops
     return {
         "tokens": tokens,
         "token_bytes": shape.token_bytes,
         "bytes": num_bytes,
-        "move_s": num_bytes / bandwidth,
+        "move_s": num_bytes / link,
         "prefill_s": prefill_s,
         "fetch_pays_from": fetch_pays_from(shape, tokens, flops),
-        "exposed_layerwise_s": exposed_s(shape, tokens, prefill_s=prefill_s, link=bandwidth),
+        "exposed_layerwise_s": exposed_s(shape, tokens, prefill_s=prefill_s, link=link),
         "link_needed": max(link_need(rate, num_bytes, prefill_s)),
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+from services.cli.bench.view import limits_text
 from services.cli.plan.explain import Explained, WhatIfFlag, explain, lines, num_runs
 from services.cli.plan.sim_flags import SimFlags
 from services.cli.plan.sim_report import OutputFlag, begin_report, draw_map, report_files
@@ -92,8 +93,8 @@ def map_(
         return kept.exit_code()
     console = plain_console()
     console.print(
-        f"share within TTFT {flags.slo_ttft} and TPOT {flags.slo_tpot} of {len(requests)} requests "
-        f"of {flags.workload} at {flags.rate:g}/s"
+        f"share within {limits_text(flags.slo)} of {len(requests)} requests of {flags.workload} at "
+        f"{flags.rate:g}/s"
     )
     table = plain_table("", *(f"{num}P" for num in range(1, workers)), "all mixed")
     for other in range(1, workers + 1):

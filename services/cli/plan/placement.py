@@ -7,8 +7,9 @@ import time
 from pathlib import Path
 from typing import Final
 
-from services.cli.plan.times_flags import TpotFlag, TtftFlag, read_slo
+from services.cli.bench.view import limits_text
 from services.cli.plan.view import Kept, progress, require_ranges, say_how_long, show_tables
+from services.cli.quantities import TpotFlag, TtftFlag
 from services.cli.sources import JsonFlag
 from services.planner.core.bounds import unmeetable
 from services.planner.core.paper_table import PaperRow, PaperTable
@@ -23,6 +24,7 @@ from services.planner.core.placement import (
 from services.planner.distserve_data import DistServeData, read_requests
 from services.planner.distserve_place import Demand, Placer
 from shared.errors import InvalidRequest
+from shared.telemetry.definitions import Slo
 
 _SHOWN: Final = 8
 _RATES: Final = 5
@@ -38,8 +40,8 @@ def distserve_placement(
     affinity: Affinity = "low",
     nodes: int = 1,
     gpus: int = 4,
-    slo_ttft: TtftFlag = "200ms",
-    slo_tpot: TpotFlag = "100ms",
+    slo_ttft: TtftFlag = 0.2,
+    slo_tpot: TpotFlag = 0.1,
     target: float = 0.9,
     success: Success = "each",
     rate: float = 10.0,
@@ -86,7 +88,7 @@ def distserve_placement(
         ("--rate", 0 < rate < 1e9, "above 0"),
         ("--num-requests", 2 <= num_requests <= 1_000_000, "2..1000000"),
     )
-    slo = read_slo(slo_ttft, slo_tpot)
+    slo = Slo(slo_ttft, slo_tpot)
     goal = LatencyGoal(slo.ttft_s * 1000, slo.tpot_s * 1000, target)
     lengths = [(one.prompt_len, one.output_len) for one in read_requests(requests)]
     files = DistServeData(data, "distserve")
@@ -127,7 +129,7 @@ def distserve_placement(
         if kept.is_whole and not notes:
             notes.append(f"nothing attains, not at {MOST_RATE / 2**_RATES:.2g} requests/s a GPU")
     title = (
-        f"{model}, {nodes} x {gpus} GPUs, {affinity} affinity, TTFT {slo_ttft}, TPOT {slo_tpot}, "
+        f"{model}, {nodes} x {gpus} GPUs, {affinity} affinity, {limits_text(slo)}, "
         f"{target:.0%}, success {success}: {len(found)} of {len(candidates)} placements"
     )
     rows = [_row(it, rate) for it in (ranked if as_json else ranked[:_SHOWN])]

@@ -16,8 +16,9 @@ from cyclopts import Parameter
 from services.cli.bench.sources import SHAPES, read_trace
 from services.cli.bench.workload import Ask, Fit, Load, Source, Workload, plan
 from services.cli.plan.tier_flags import TierFlags
-from services.cli.plan.times_flags import TimesFlags, TpotFlag, TtftFlag, read_slo
+from services.cli.plan.times_flags import TimesFlags
 from services.cli.plan.view import require_ranges
+from services.cli.quantities import LinkRate, TpotFlag, TtftFlag
 from services.gateway.core.routing.routing import POLICIES
 from services.gateway.own_policy import load_policy
 from services.planner.core.bounds import (
@@ -28,7 +29,6 @@ from services.planner.core.bounds import (
     unmeetable,
     worker_bound,
 )
-from services.planner.core.kv_size import read_link
 from services.planner.core.limits import binding_limit
 from services.planner.core.mesh_text import MeshShape, Unit
 from services.planner.mesh_run import MeshRun, MeshSetting, UnitModel, run_mesh
@@ -119,9 +119,9 @@ class SimFlags:
     max_pending_tokens: int = GATEWAY.max_pending_tokens
     max_waiting: int = GATEWAY.max_waiting
     max_wait_s: float = GATEWAY.max_wait_s
-    link: str = "25GB/s"
-    slo_ttft: TtftFlag = "1s"
-    slo_tpot: TpotFlag = "100ms"
+    link: LinkRate = 25e9
+    slo_ttft: TtftFlag = 1.0
+    slo_tpot: TpotFlag = 0.1
     attainment: float = 0.9
     fidelity: Literal["runs", "exact"] = "runs"
     seed: int = 0
@@ -152,14 +152,11 @@ class SimFlags:
                 f"days to arrive, and a run is of {MOST_SPAN_S / 86400:.0f} at most"
             )
         self.times.check()
-        # Read for what they raise.
-        for part in (self.slo, read_link("--link", self.link), self.tiers.sizes, self._source):
-            assert part is not None
+        assert self._source is not None  # read for what it raises
 
     @property
     def slo(self) -> Slo:
-        """The limits. Raises InvalidRequest."""
-        return read_slo(self.slo_ttft, self.slo_tpot)
+        return Slo(self.slo_ttft, self.slo_tpot)
 
     @property
     def setting(self) -> MeshSetting:
@@ -178,7 +175,7 @@ class SimFlags:
             gateway_waiting=self.max_waiting,
             max_wait_s=self.max_wait_s,
             overload=self.overload,
-            link_bytes_s=read_link("--link", self.link),
+            link_bytes_s=self.link,
             is_exact=self.fidelity == "exact",
             tiers=self.tiers.sizes,
             cache_policy=self.tiers.policy,

@@ -10,6 +10,7 @@ from typing import Annotated, Final
 
 from cyclopts import Parameter
 
+from services.cli.bench.view import limits_text
 from services.cli.plan.explain import Explained, WhatIfFlag, explain, lines, num_runs
 from services.cli.plan.sim_flags import QS, SimFlags, latencies
 from services.cli.plan.sim_report import OutputFlag, begin_report, draw_lines, report_files
@@ -147,8 +148,8 @@ def _show_one(flags: SimFlags, runs: Sequence[MeshRun]) -> None:
         table.add_row(name, *(_ms(value) for value in values.values()))
     console.print(table)
     console.print(
-        f"attainment {run.attained:.1%} of TTFT {flags.slo_ttft} and TPOT {flags.slo_tpot}; "
-        f"{run.goodput:.2f} good requests/s a worker"
+        f"attainment {run.attained:.1%} of {limits_text(flags.slo)}; {run.goodput:.2f} good "
+        "requests/s a worker"
     )
     print_lines(cached_line(run.cached))
     if run.errors:
@@ -159,7 +160,7 @@ def _show_all(flags: SimFlags, ranked: Sequence[MeshRun]) -> None:
     console = plain_console()
     console.print(
         f"{ranked[0].num_requests} requests of {flags.workload} at {flags.rate:g}/s, "
-        f"{flags.policy}, seed {flags.seed}; TTFT {flags.slo_ttft}, TPOT {flags.slo_tpot}"
+        f"{flags.policy}, seed {flags.seed}; {limits_text(flags.slo)}"
     )
     head = ("mesh", "attained", "good/s a worker", "TTFT p50", "p99", "TPOT p50", "p99")
     table = plain_table(*head, "not served", left="mesh")
@@ -207,7 +208,7 @@ def _draw_rates(flags: SimFlags, runs: Sequence[MeshRun], folder: Path, kept: Ke
             attained = flags.variant(rate=rate).run(run.shape).attained
             found[str(run.shape)].append((rate, attained, ""))
             one_more()
-    title = f"share within TTFT {flags.slo_ttft} and TPOT {flags.slo_tpot}"
+    title = f"share within {limits_text(flags.slo)}"
     path = folder / "attainment.svg"
     draw_lines(path, title, ("requests/s", "attained"), found, goal=flags.attainment)
 

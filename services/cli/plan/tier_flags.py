@@ -7,16 +7,12 @@ from typing import Final, Literal
 
 from cyclopts import Parameter
 
-from services.planner.core.kv_size import read_link
+from services.cli.quantities import LinkRate, Size
+from services.cli.words import speed
 from services.planner.mesh_run import CachedTokens
 from services.sim.orders import TierSize
-from shared.errors import InvalidRequest
 from shared.kv.journal import Tier
 from shared.kv.tiers import CachePolicy
-from shared.quantity import read_quantity
-
-MOST_BYTES: Final = 1 << 50
-"""As of a worker's own settings."""
 
 
 @Parameter(name="*")
@@ -40,11 +36,11 @@ class TierFlags:
         Likewise of the disk.
     """
 
-    dram_cache: str = "0"
-    ssd_cache: str = "0"
+    dram_cache: Size = 0
+    ssd_cache: Size = 0
     cache_policy: Literal["lru", "lfu", "length-aware"] = "lru"
-    dram_bandwidth: str = "10GB/s"
-    ssd_bandwidth: str = "2GB/s"
+    dram_bandwidth: LinkRate = 10e9
+    ssd_bandwidth: LinkRate = 2e9
 
     @property
     def policy(self) -> CachePolicy:
@@ -52,46 +48,23 @@ class TierFlags:
 
     @property
     def sizes(self) -> tuple[TierSize, ...]:
-        """Which tiers there are, the fastest first. Raises InvalidRequest, with what is allowed."""
+        """Which tiers there are, the fastest first."""
         both = (
-            TierSize(
-                Tier.DRAM,
-                _bytes("--dram-cache", self.dram_cache),
-                read_link("--dram-bandwidth", self.dram_bandwidth),
-            ),
-            TierSize(
-                Tier.SSD,
-                _bytes("--ssd-cache", self.ssd_cache),
-                read_link("--ssd-bandwidth", self.ssd_bandwidth),
-            ),
+            TierSize(Tier.DRAM, self.dram_cache, self.dram_bandwidth),
+            TierSize(Tier.SSD, self.ssd_cache, self.ssd_bandwidth),
         )
         return tuple(it for it in both if it.num_bytes)
 
     @property
     def about(self) -> list[str]:
         """Return in a sentence how quick they are, and that this is assumed."""
-        rates = {Tier.DRAM: self.dram_bandwidth, Tier.SSD: self.ssd_bandwidth}
-        words = [f"{_PLACES[it.kind]} {rates[it.kind]}" for it in self.sizes]
+        words = [f"{_PLACES[it.kind]} {speed(it.bytes_s / 1e9)}" for it in self.sizes]
         if not words:
             return []
         return [f"tiers: {' and '.join(words)}, as given or assumed; copies go one by one"]
 
 
 _PLACES: Final = {Tier.DRAM: "memory", Tier.SSD: "disk"}
-
-
-def _bytes(flag: str, text: str) -> int:
-    if text.strip().isdecimal() and len(text) < 20:
-        num = int(text)
-    else:
-        try:
-            num = int(read_quantity(text, "B"))
-        except ValueError as error:
-            folder = ": it is the room itself, no folder" if "/" in text else ""
-            raise InvalidRequest(f"{flag} {error}{folder}") from None
-    if num > MOST_BYTES:
-        raise InvalidRequest(f"{flag} must be at most {MOST_BYTES} bytes, not {text!r}")
-    return num
 
 
 def cached_line(cached: CachedTokens) -> list[str]:

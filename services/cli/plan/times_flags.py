@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Final
 
 from cyclopts import Parameter
 
-from services.cli.bench.flags import plain_seconds, seconds
 from services.cli.plan.view import require_ranges
+from services.cli.quantities import StepSeconds
 from services.planner.core.kv_size import KvShape, kv_of_bytes
 from services.planner.core.mesh_text import Unit
 from services.planner.core.roofline import DEVICES, DeviceSheet, RooflineTimes
@@ -23,12 +23,9 @@ from shared.engine.fake import DEFAULT_TIMING
 from shared.errors import InvalidRequest
 from shared.predict.times import OPT_13B_A100, AffineTimes, ScaledTimes, TimeModel
 from shared.profile.step_profile import StepProfile, read_profile
-from shared.telemetry.definitions import Slo
 
 DEFAULT_KV_TOKENS: Final = 60_000
 TIMES: Final = ("opt-13b-a100", "fake", "distserve", "splitwise")
-TtftFlag = Annotated[str, Parameter(help="Limit of the time to first token.")]
-TpotFlag = Annotated[str, Parameter(help="Limit of the mean time of an output token.")]
 
 
 @Parameter(name="*")
@@ -70,10 +67,10 @@ class TimesFlags:
     data: Path | None = None
     model: str | None = None
     kv_tokens: int | None = None
-    base: str | None = None
-    prompt_token: str | None = None
-    decode_row: str | None = None
-    context_token: str | None = None
+    base: StepSeconds | None = None
+    prompt_token: StepSeconds | None = None
+    decode_row: StepSeconds | None = None
+    context_token: StepSeconds | None = None
     slower: float = 1.0
 
     def check(self) -> None:
@@ -202,10 +199,7 @@ class TimesFlags:
             )
         else:
             affine = OPT_13B_A100
-        given = {
-            f"{name}_s": seconds(f"--{name.replace('_', '-')}", getattr(self, name))
-            for name in self._parts
-        }
+        given = {f"{name}_s": getattr(self, name) for name in self._parts}
         if not given:
             return affine
         asked = replace(affine, source="affine, as given", **given)
@@ -215,14 +209,6 @@ class TimesFlags:
                 "--decode-row and --context-token, must be above 0"
             )
         return asked
-
-
-def read_slo(ttft: str, tpot: str) -> Slo:
-    """Return the limits that --slo-ttft and --slo-tpot give. Raises InvalidRequest."""
-    slo = Slo(plain_seconds("--slo-ttft", ttft), plain_seconds("--slo-tpot", tpot))
-    if not (slo.ttft_s > 0 and slo.tpot_s > 0):
-        raise InvalidRequest("--slo-ttft and --slo-tpot must be above 0: nobody could keep 0")
-    return slo
 
 
 def _device(name: str) -> DeviceSheet:

@@ -12,7 +12,6 @@ from typing import Annotated, Any, Final, NamedTuple
 import msgspec
 from cyclopts import Parameter
 
-from services.cli.bench.flags import plain_seconds, seconds
 from services.cli.bench.report import report_of, write_report
 from services.cli.bench.view import time_text
 from services.cli.bench.workload import Ask
@@ -21,13 +20,14 @@ from services.cli.plan.seen import SeenTraffic, ask_gateway, read_seen, seen_by_
 from services.cli.plan.sim_flags import GATEWAY
 from services.cli.plan.sim_report import begin_report, seen_run, simulated_run
 from services.cli.plan.tier_flags import TierFlags, cached_line
-from services.cli.plan.times_flags import TimesFlags, TpotFlag, TtftFlag, read_slo
+from services.cli.plan.times_flags import TimesFlags
 from services.cli.plan.view import progress, require_ranges, require_writable
+from services.cli.quantities import LinkRate, Seconds, StepSeconds, TpotFlag, TtftFlag
 from services.cli.sources import OUTPUT, JsonFlag
 from services.cli.words import plain_console, plain_table, print_json, print_lines
 from services.gateway.core.routing.routing import POLICIES
 from services.gateway.own_policy import load_policy
-from services.planner.core.kv_size import kv_of_bytes, read_link
+from services.planner.core.kv_size import kv_of_bytes
 from services.planner.core.mesh_text import MeshPart, MeshShape, Unit, read_mesh
 from services.planner.core.replay import (
     MEANING,
@@ -83,15 +83,15 @@ class VerifyFlags:
         workers report.
     """
 
-    last: str | None = None
+    last: Seconds | None = None
     run: int | None = None
     mesh: str | None = None
     policy: str | None = None
-    wire: str | None = None
-    link: str | None = None
+    wire: StepSeconds | None = None
+    link: LinkRate | None = None
     batch_tokens: int | None = None
-    slo_ttft: TtftFlag = "1s"
-    slo_tpot: TpotFlag = "100ms"
+    slo_ttft: TtftFlag = 1.0
+    slo_tpot: TpotFlag = 0.1
     tiers: TierFlags = TierFlags()  # noqa: RUF009  (frozen)
     times: TimesFlags = TimesFlags()  # noqa: RUF009  (frozen)
 
@@ -104,14 +104,8 @@ class VerifyFlags:
         require_ranges(
             ("--policy", self.policy is None or self.policy in POLICIES, known),
             ("--batch-tokens", is_some, "0 (as many as a step holds) or more"),
-            (
-                "--last",
-                self.last_s is None or self.last_s > 0,
-                "above 0: nothing would be replayed",
-            ),
+            ("--last", self.last != 0, "above 0: nothing would be replayed"),
         )
-        for part in (read_slo(self.slo_ttft, self.slo_tpot), self.tiers.sizes):
-            assert part is not None  # read for what they raise
 
     def require_use(self, source: Path | None, keep: Path | None) -> None:
         """Raise InvalidRequest for a flag that would say nothing of this source."""
@@ -125,14 +119,8 @@ class VerifyFlags:
                 raise InvalidRequest(f"{flag} is of {whose}: leave it out here")
 
     @property
-    def last_s(self) -> float | None:
-        """Of ``--last``, in seconds. Raises InvalidRequest."""
-        return None if self.last is None else plain_seconds("--last", self.last)
-
-    @property
     def slo(self) -> Slo:
-        """The limits. Raises InvalidRequest."""
-        return read_slo(self.slo_ttft, self.slo_tpot)
+        return Slo(self.slo_ttft, self.slo_tpot)
 
 
 class Verified(NamedTuple):
@@ -184,9 +172,9 @@ def verify(
         mesh = ask_gateway(gateway)
         if keep is not None:
             write_whole(keep, msgspec.json.format(msgspec.json.encode(mesh), indent=1))
-        seen = seen_by_gateway(mesh, gateway.url, flags.last_s)
+        seen = seen_by_gateway(mesh, gateway.url, flags.last)
     else:
-        seen = read_seen(source, flags.run, flags.last_s)
+        seen = read_seen(source, flags.run, flags.last)
     with progress("replay", len(seen.requests)) as on_progress:
         found = replay(seen, flags, on_progress)
     facts = facts_of(found)
@@ -311,8 +299,7 @@ def _setting(seen: SeenTraffic, flags: VerifyFlags) -> tuple[MeshShape, MeshSett
     colocated = shape.num_of("M") == shape.num_workers
     learned_s = 0.0 if mesh is None else mesh.handover_s["colocated" if colocated else "pair"]
     # In the simulator a hand-over is two messages' ways: the order there, token 1 back.
-    wire_s = seconds("--wire", flags.wire) if flags.wire else learned_s / 2 or WIRE_S
-    link = flags.link and read_link("--link", flags.link)
+    wire_s = learned_s / 2 or WIRE_S if flags.wire is None else flags.wire
     batch_tokens = flags.batch_tokens
     if batch_tokens is None:
         batch_tokens = computing[0].batch_tokens if computing else 0
@@ -326,7 +313,7 @@ def _setting(seen: SeenTraffic, flags: VerifyFlags) -> tuple[MeshShape, MeshSett
         # A number would stand for the time that mixed workers keep a step to.
         token_budget=0 if shape.num_of("M") or not computing else computing[0].step_tokens,
         max_running=min(set(map(attrgetter("max_running"), answering)) - {0}, default=256),
-        link_bytes_s=link or (mesh.link_bytes_s if mesh is not None else 0.0),
+        link_bytes_s=flags.link or (mesh.link_bytes_s if mesh is not None else 0.0),
         batch_tokens=batch_tokens,
         wire_s=wire_s,
         tiers=flags.tiers.sizes,

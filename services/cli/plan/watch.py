@@ -15,9 +15,9 @@ from services.cli.bench.endpoints import RECENT
 from services.cli.client import LOCAL_GATEWAY, RunningGateway
 from services.cli.interrupts import EXIT_INTERRUPTED, run_interruptible
 from services.cli.plan.seen import read_body
-from services.cli.plan.times_flags import TpotFlag, TtftFlag, read_slo
 from services.cli.plan.verify import LETTERS
 from services.cli.plan.view import require_ranges
+from services.cli.quantities import TpotFlag, TtftFlag
 from services.cli.sources import OUTPUT, JsonFlag
 from services.cli.words import plain_console, print_lines
 from services.gateway.core.scaling.autoscaler import decide
@@ -69,19 +69,18 @@ class WatchFlags:
         Most workers of all kinds together; 0 = as many as it takes.
     """
 
-    slo_ttft: TtftFlag = "2s"
-    slo_tpot: TpotFlag = "100ms"
+    slo_ttft: TtftFlag = 2.0
+    slo_tpot: TpotFlag = 0.1
     attainment: float = 0.95
     max_workers: int = 0
 
     def rules(self) -> Rules:
         """Return what ``decide`` goes by. Raises InvalidRequest."""
-        slo = read_slo(self.slo_ttft, self.slo_tpot)
         require_ranges(
             ("--attainment", 0 < self.attainment < 1, "above 0 and below 1"),
             ("--max-workers", 0 <= self.max_workers <= 1024, "0..1024"),
         )
-        limits = Limits(slo.ttft_s, slo.tpot_s, self.attainment)
+        limits = Limits(self.slo_ttft, self.slo_tpot, self.attainment)
         return Rules(limits, self.max_workers, is_obeyed=False)
 
 

@@ -68,7 +68,7 @@ def test_tiers_below_pools_have_the_flags_of_a_worker(
     assert main([*command, *both, "--ssd-bandwidth", "3GB/s"]) == 0
     said = capsys.readouterr().out
     assert re.search(r"^cached: (\S+)% of the prompts' tokens; \1% came from memory$", said, re.M)
-    assert "tiers: memory 10GB/s and disk 3GB/s, as given or assumed" in said
+    assert "tiers: memory 10.0 GB/s and disk 3.0 GB/s, as given or assumed" in said
     assert main([*command, "--ssd-cache", "1TB", "--json"]) == 0
     cached = json.loads(capsys.readouterr().out)["cached_tokens"]
     assert cached["prompts"] == 9 * 1536
@@ -81,7 +81,7 @@ def test_tiers_below_pools_have_the_flags_of_a_worker(
         ("simulate 1M", "--dram-cache", "4", "holds not one KV block of"),
         ("compare 1M 2M", "--dram-cache", "4 gigs", "must be a number with a unit"),
         ("fleet", "--dram-cache", "9999TB", "must be at most"),
-        ("verify x", "--ssd-cache", "/kv", "it is the room itself, no folder"),
+        ("verify x", "--ssd-cache", "/kv", "must be a number with a unit (B, kB"),
         ("map 2", "--dram-bandwidth", "0GB/s", "must be a rate above zero such as 25GB/s"),
         ("simulate 1M", "--ssd-bandwidth", "2GB", "must be a rate above zero such as 25GB/s"),
     ],

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.cli import main
-from services.cli.plan.times_flags import TimesFlags, read_slo
+from services.cli.plan.times_flags import TimesFlags
 from services.planner.core.mesh_text import Unit
 from services.planner.distserve_data import DistServeData
 from services.sim.baselines.distserve_times import Degree, first_stage_ms
@@ -17,7 +17,6 @@ from shared.predict.fit_steps import StepSample, fit_steps
 from shared.predict.times import FittedTimes
 from shared.profile.measure_steps import fitted_profile
 from shared.profile.step_profile import StepProfile, read_profile
-from shared.telemetry.definitions import Slo
 
 DATA = Path(__file__).parents[2] / "sim" / "data"
 
@@ -137,11 +136,13 @@ def test_splitwises_machine_has_its_models_kv(model: str | None) -> None:
     assert "llama2-70b on a100-80gb" in flags.unit(Unit()).times.source
 
 
-def test_a_limit_without_a_unit_is_in_seconds() -> None:
+def test_a_limit_without_a_unit_is_in_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     """As those of ``pdmesh bench``, which have the same names; the time of a step must say it."""
-    assert read_slo("2", "0.05") == Slo(2.0, 0.05)
-    with pytest.raises(InvalidRequest, match="--base must be a number with a unit"):
-        TimesFlags(base="20").unit(Unit())
+    load = ("--num-requests", "10", "--no-what-if")
+    assert main(["plan", "simulate", "1M", "--slo-ttft", "2", "--slo-tpot", "0.05", *load]) == 0
+    assert "of TTFT 2 s and TPOT 50 ms" in capsys.readouterr().out
+    assert main(["plan", "simulate", "1M", "--base", "20", *load]) == 2
+    assert "--base must be a number with a unit" in capsys.readouterr().err
 
 
 def test_only_steps_of_a_run_are_said_to_be_beyond_a_profile(

@@ -38,13 +38,13 @@ def test_a_load_that_is_too_much_asks_for_workers() -> None:
     assert calm["attained"] == 1.0
     assert 1.0 < calm["headroom"] < 10.0
     assert calm["binds"] == "prefill"
-    busy = facts_of(Watcher(WatchFlags(slo_ttft="100ms").rules()).look(told(num=300, rate=24.0)))
+    busy = facts_of(Watcher(WatchFlags(slo_ttft=0.1).rules()).look(told(num=300, rate=24.0)))
     assert busy["wanted"]["prefill"] > 1
     (order,) = [it for it in busy["orders"] if it.startswith("add ")]
     assert "prefill" in order
     assert "needed for" in order
     assert busy["headroom"] < 1.0
-    limited = WatchFlags(slo_ttft="100ms", max_workers=2).rules()
+    limited = WatchFlags(slo_ttft=0.1, max_workers=2).rules()
     assert "--max-workers" in facts_of(Watcher(limited).look(told(num=300, rate=24.0)))["limit"]
 
 
