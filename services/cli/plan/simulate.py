@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 from cyclopts import Parameter
 
@@ -57,8 +57,8 @@ def simulate(
     mesh
         Workers: 3P+2D, with P (prefill), D (decode), M (mixed); 2P(tp2,pp2)+1D(h100,tp4).
     """
-    shapes = [read_mesh(mesh)]
-    return _study(flags, shapes, output, beside, what_if=what_if, as_json=as_json, is_one=True)
+    shapes, kind = [read_mesh(mesh)], Study(_show_one, is_one=True)
+    return study(kind, flags, shapes, output, beside, what_if=what_if, as_json=as_json)
 
 
 def compare(
@@ -83,58 +83,84 @@ def compare(
     shapes = list(dict.fromkeys(map(read_mesh, meshes)))
     if len(shapes) < 2:
         raise InvalidRequest("compare wants two meshes at least: 4M 2P+2D")
-    return _study(flags, shapes, output, beside, what_if=what_if, as_json=as_json)
+    return study(Study(_show_all), flags, shapes, output, beside, what_if=what_if, as_json=as_json)
 
 
-def _study(
+def _rank(run: MeshRun) -> Any:
+    return -run.attained, -run.goodput, max(run.felt.ttft_use, run.felt.tpot_use)
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """What sets one study of meshes apart. show: prints the runs, the best first. is_one: it is
+    about one mesh, and which others of as many workers would do better. rank: the best has the
+    least. draw: makes the picture of its own; None = attainment over rate. num_reported: of the
+    best, whose requests are reported."""
+
+    show: Callable[[SimFlags, Sequence[MeshRun]], None]
+    is_one: bool = False
+    rank: Callable[[MeshRun], Any] = _rank
+    draw: Callable[[SimFlags, Sequence[MeshRun], Path], None] | None = None
+    num_reported: int | None = None
+
+
+def study(
+    kind: Study,
     flags: SimFlags,
     shapes: Sequence[MeshShape],
     output: Path | None,
-    beside: Sequence[Path] | None,
+    beside: Sequence[Path] | None = None,
     *,
     what_if: bool,
     as_json: bool,
-    is_one: bool = False,
 ) -> int:
-    """Simulate meshes, find out more of the best, and tell of it, or of all. is_one: it is about
-    one mesh, and which others of as many workers would do better."""
+    """Simulate meshes, find out more of the best, and tell of all."""
     flags.check()
     rows = begin_report(output, beside)
-    units = [part.unit for shape in shapes for part in shape.parts]
+    units = list(dict.fromkeys(part.unit for shape in shapes for part in shape.parts))
     impossible = flags.impossible(units)
     requests = flags.requests(units)
-    num = len(shapes) * (1 if output is None else len(RATES))
-    num += num_runs(shapes[0], has_runner_up=is_one) if what_if else 0
-    run_s = max(flags.trial_s(shape, requests) for shape in shapes)
+    num = len(shapes) * (len(RATES) if output is not None and kind.draw is None else 1)
+    num += num_runs(shapes[0], has_runner_up=kind.is_one) if what_if else 0
+    run_s = max(flags.trial_s(shape, requests) for shape in shapes[:4])
     fewer = "--no-what-if leaves most of them out, " if what_if else ""
     say_how_long(num, run_s, f"{fewer}--num-requests shortens each")
     runs: list[MeshRun] = []
     kept = Kept()
-    with kept:
-        for shape in shapes:
-            with progress(f"{shape}, {flags.rate:g} requests/s", len(requests)) as on_progress:
-                runs.append(flags.run(shape, requests, on_progress=on_progress))
+    title = (
+        f"{shapes[0] if len(shapes) == 1 else f'{len(shapes)} meshes'}, {flags.rate:g} requests/s"
+    )
+    with kept, progress(title, len(shapes) * len(requests)) as on_progress:
+        for place, shape in enumerate(shapes):
+
+            def ended(num: int, before: int = place * len(requests)) -> None:
+                on_progress(before + num)
+
+            runs.append(flags.run(shape, requests, on_progress=ended))
     if not runs:
         # Nothing can be shown: ``_interruptible`` says so.
         raise KeyboardInterrupt
-    runs.sort(key=lambda it: (it.attained, it.goodput, -_most_used(it)), reverse=True)
+    runs.sort(key=kind.rank)
     found = Explained(binding_limit(runs[0].felt))
     if what_if and kept.is_whole:
         with kept:
-            explain(flags, runs[0], found, has_runner_up=is_one)
+            explain(flags, runs[0], found, has_runner_up=kind.is_one)
     facts = [flags.facts(run) | {"impossible": impossible} for run in runs]
     if what_if:
         facts[0]["what_if"] = asdict(found)
     if output is not None:
-        best = {} if is_one else {"best": asdict(found)}
-        report_files(flags, runs, output, {"runs": facts, **best}, rows)
-        _draw_rates(flags, runs, output, kept)
+        best = {} if kind.is_one else {"best": asdict(found)}
+        report_files(flags, runs[: kind.num_reported], output, {"runs": facts, **best}, rows)
+        if kind.draw is None:
+            _draw_rates(flags, runs, output, kept)
+        else:
+            kind.draw(flags, runs, output)
     if as_json:
-        print_json(facts[0] if is_one else facts)
+        print_json(facts[0] if kind.is_one else facts)
     else:
-        (_show_one if is_one else _show_all)(flags, runs)
+        kind.show(flags, runs)
         print_lines([*lines(found, flags), *impossible, *_times(flags, runs)])
-    return kept.exit_code(is_good=not is_one or runs[0].is_served)
+    return kept.exit_code(is_good=not kind.is_one or runs[0].is_served)
 
 
 def _show_one(flags: SimFlags, runs: Sequence[MeshRun]) -> None:
@@ -180,11 +206,6 @@ def _row(run: MeshRun) -> list[str]:
     ]
     shares = (f"{run.attained:.1%}", f"{run.goodput:.2f}")
     return [str(run.shape), *shares, *shown, _errors(run) or "–"]
-
-
-def _most_used(run: MeshRun) -> float:
-    """Return the share of the limit that is nearer to being missed."""
-    return max(run.felt.ttft_use, run.felt.tpot_use)
 
 
 def _first_of(best: MeshRun, second: MeshRun) -> str:

@@ -35,7 +35,7 @@ TIMES = AffineTimes(base_s=0.01, prompt_token_s=1e-4, decode_row_s=1e-4, context
 LENGTHS = [AskedLengths(1000, 101)] * 10
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     """The facts of a command."""
     assert main(["plan", *arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
@@ -309,11 +309,12 @@ def test_a_map_has_every_pair(capsys: pytest.CaptureFixture[str]) -> None:
     """More workers of a kind, more that attain; the fewest that do are named."""
     load = ("--rate", "9", "--num-requests", "40", "--slo-ttft", "400ms", "--no-what-if")
     facts = told(capsys, "map", "4", *load)
-    shares = {(it["prefill"], it["decode"]): it["attainment"] for it in facts["cells"]}
-    assert sorted(shares) == [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (3, 1)]
-    assert shares[3, 1] > shares[1, 1]
-    assert facts["fewest"] is not None
-    assert len(facts["mixed"]) == 4
+    shares = {it["mesh"]: it["attainment"] for it in facts}
+    pairs = ["1P+1D", "1P+2D", "1P+3D", "2P+1D", "2P+2D", "3P+1D"]
+    assert sorted(shares) == sorted([*pairs, "1M", "2M", "3M", "4M"])
+    assert shares["3P+1D"] > shares["1P+1D"]
+    attain = [mesh for mesh, share in shares.items() if share >= 0.9]
+    assert next(iter(shares)) == attain[0] != attain[-1]
 
 
 def test_a_trace_out_of_order_is_refused(
