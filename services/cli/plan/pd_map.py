@@ -72,12 +72,11 @@ def _show(flags: SimFlags, ranked: Sequence[MeshRun]) -> None:
         row = (shares.get(f"{num}P+{other}D", "") for num in nums)
         table.add_row(f"{other}D", *row, mixed and f"{other}M {mixed}")
     console.print(table)
-    best, goal = ranked[0], f"{flags.attainment:.0%}"
+    # Of those that were simulated: Ctrl-C may have come before the others.
+    best, told, goal = ranked[0], f"{len(ranked)} simulated", f"{flags.attainment:.0%}"
     if not best.attains:
-        console.print(
-            f"no mesh of at most {most} workers attains {goal}; most attains {best.shape}"
-        )
+        console.print(f"{told}, none attains {goal}; most attains {best.shape}")
         return
-    console.print(f"fewest workers that attain {goal}: {best.shape}")
+    console.print(f"{told}, fewest workers that attain {goal}: {best.shape}")
     if second := next((run for run in ranked[1:] if run.attains), None):
         console.print(f"runner-up: {second.shape} attains {second.attained:.1%}")

@@ -231,7 +231,7 @@ def test_a_report_that_cannot_be_written_costs_no_search(
         ("simulate 1P+1D", "attainment"),
         ("compare 1P+1D 2M", "1P+1D"),
         ("fleet --rate 2 --max-devices 3 --no-mixed", "1P+1D: 2 devices"),
-        ("map 2", "fewest workers that attain 90% so far: 1P+1D"),
+        ("map 2", "1 simulated, fewest workers that attain 90%: 1P+1D"),
     ],
 )
 def test_ctrl_c_keeps_what_was_found(
@@ -482,4 +482,4 @@ def test_a_map_that_was_interrupted_says_what_it_has_so_far(
     monkeypatch.setattr(SimFlags, "run", interrupted)
     monkeypatch.setattr(SimFlags, "trial_s", lambda *_: 0.0)
     assert main(["plan", "map", "4", "--rate", "300", "--num-requests", "40"]) == 130
-    assert "no mesh of at most 4 workers attains 90% so far" in capsys.readouterr().out
+    assert "2 simulated, none attains 90%" in capsys.readouterr().out
