@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Annotated, Final, Literal
 
-from cyclopts import App, CycloptsError, Group, Parameter, UnknownOptionError, UnusedCliTokensError
+from cyclopts import App, CycloptsError, Group, UnknownOptionError, UnusedCliTokensError
 
 from services.cli import help_texts
 from services.cli.bench.command import bench
@@ -23,7 +23,7 @@ from services.cli.models import models
 from services.cli.one_service import decode, gateway, prefill
 from services.cli.profile import profile
 from services.cli.role import role
-from services.cli.sources import SOURCES
+from services.cli.sources import PLAIN, QUIET, SOURCES
 from services.cli.status import leave_output
 from services.cli.top import top
 from services.cli.tour import tour
@@ -61,12 +61,10 @@ def version() -> None:
 
 
 def completion(
-    shell: Annotated[Literal["bash", "zsh", "fish"], Parameter(show_env_var=False)],
+    shell: Annotated[Literal["bash", "zsh", "fish"], PLAIN],
     /,
     *,
-    install: Annotated[
-        bool, Parameter(negative="", show_env_var=False, show_default=False)
-    ] = False,
+    install: Annotated[bool, QUIET] = False,
 ) -> None:
     """Print the script that completes commands and flags in a shell, or install it.
 

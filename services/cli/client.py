@@ -38,7 +38,7 @@ def require_url(url: str, flag: str = "--url") -> None:
         is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # half an IPv6 address, or a port that is none
         is_url = False
-    require(is_url, f"{flag} must be http://host:port", param=flag.removeprefix("--"))
+    require(is_url, f"{flag} must be http://host:port")
 
 
 def _is_url(_: Any, url: str) -> None:
@@ -79,7 +79,6 @@ class Access:
         require(
             re.fullmatch(r"[!-~]*", self.api_key) is not None,
             "--api-key (PDMESH_API_KEY) must be visible ASCII characters, without an end of a line",
-            param="api_key",
         )
         files = (self.tls_ca, self.tls_client_cert, self.tls_client_key)
         return aiohttp.ClientSession(

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final
 from cyclopts import Parameter
 
 from services.cli.flags import field_texts
-from services.cli.sources import OUTPUT, ConfigFlag, JsonFlag, with_config_file
+from services.cli.sources import OUTPUT, QUIET, ConfigFlag, JsonFlag, with_config_file
 from services.cli.words import print_json
 from shared.config import SECRET_SETTINGS
 from shared.quantity import unit_of, write_quantity
@@ -44,21 +44,17 @@ _SECTION_HEADS: Final = {
 def config(
     *,
     file: ConfigFlag = None,
-    example: Annotated[
-        bool,
-        Parameter(
-            group=OUTPUT,
-            negative="",
-            show_env_var=False,
-            show_default=False,
-            help="Print a file with every setting explained.",
-        ),
-    ] = False,
+    example: Annotated[bool, QUIET, Parameter(group=OUTPUT)] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Print the configuration that the services would run with, and where each value is from.
 
     It is checked like at a start.
+
+    Parameters
+    ----------
+    example
+        Print a file with every setting explained.
     """
     if example:
         print(example_file(), end="")

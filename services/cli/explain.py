@@ -51,8 +51,8 @@ def explain(
     json
         Print the record instead, to keep it.
     """
-    require(replay or not policy, "--policy is of --replay alone", param="policy")
-    require(not (replay and json), "give --replay or --json: one prints, one keeps", param="json")
+    require(replay or not policy, "--policy is of --replay alone")
+    require(not (replay and json), "give --replay or --json: one prints, one keeps")
     path = Path(request)
     is_kept = os.path.isfile(request) or len(path.parts) > 1  # Path's raises for a long name
     kept_at = f"/cluster/requests/{quote(request, safe='')}"

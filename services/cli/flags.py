@@ -194,7 +194,7 @@ def require_worker_modules(config: WorkerConfig) -> None:
         )
 
 
-def require(condition: bool, message: str, *, param: str) -> None:
+def require(condition: bool, message: str) -> None:
     """Raise InvalidRequest unless the condition holds."""
     if not condition:
-        raise InvalidRequest(message, param=param)
+        raise InvalidRequest(message)

@@ -75,9 +75,9 @@ def generate(
         Show where the time went.
     """
     if prompt is None:
-        require(not sys.stdin.isatty(), "give a PROMPT, or pipe one in", param="prompt")
+        require(not sys.stdin.isatty(), "give a PROMPT, or pipe one in")
     text = sys.stdin.read() if prompt is None else prompt
-    require(bool(text.strip()), "the prompt is empty: say something", param="prompt")
+    require(bool(text.strip()), "the prompt is empty: say something")
     asked = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
     body = {**asdict(sampling), **asked}
 

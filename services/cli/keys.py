@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from services.cli.flags import CannotRun, require
+from services.cli.sources import PLAIN, QUIET
 from services.gateway.front import auth
 from services.gateway.front.quota import KeyLimits
 from shared.errors import InvalidRequest
@@ -19,14 +20,14 @@ from shared.mesh_secret import new_secret
 
 
 def hash_key(
-    name: Annotated[str, Parameter(show_env_var=False)],
+    name: Annotated[str, PLAIN],
     /,
     *,
     key: Annotated[str, Parameter(allow_leading_hyphen=True)] = "",
     salt: str = "",
-    requests_per_minute: Annotated[int, Parameter(show_env_var=False)] = 0,
-    concurrent_requests: Annotated[int, Parameter(show_env_var=False)] = 0,
-    may: Annotated[Literal["", "roles"], Parameter(show_env_var=False)] = "",
+    requests_per_minute: Annotated[int, PLAIN] = 0,
+    concurrent_requests: Annotated[int, PLAIN] = 0,
+    may: Annotated[Literal["", "roles"], PLAIN] = "",
 ) -> None:
     """Make an API key; print the line for the gateway's --api-keys file.
 
@@ -60,8 +61,8 @@ def hash_key(
 
 def secret(
     *,
-    out: Annotated[Path | None, Parameter(show_env_var=False)] = None,
-    keep: Annotated[bool, Parameter(negative="", show_env_var=False)] = False,
+    out: Annotated[Path | None, PLAIN] = None,
+    keep: Annotated[bool, QUIET] = False,
 ) -> None:
     """Make the secret of a mesh: the gateway and all workers get the same one.
 
@@ -74,7 +75,7 @@ def secret(
     keep
         A file that is there already is left as it is.
     """
-    require(out is not None or not keep, "--keep is of a file: give --out, too", param="keep")
+    require(out is not None or not keep, "--keep is of a file: give --out, too")
     text = f"{new_secret(secrets.token_bytes)}\n"
     if out is None:
         sys.stdout.write(text)
@@ -86,8 +87,6 @@ def secret(
                 file.flush()
                 os.link(file.name, out)
         except FileExistsError:
-            raise InvalidRequest(
-                f"{out} is there already: --keep leaves it as it is", param="out"
-            ) from None
+            raise InvalidRequest(f"{out} is there already: --keep leaves it as it is") from None
         except OSError as error:
             raise CannotRun(f"cannot write {out}: {str(error.strerror).lower()}") from None

@@ -25,7 +25,7 @@ def models(
     if not answer["data"]:
         print(NONE_YET)
         return
-    table = plain_table("model", "longest context", left="model")
+    table = plain_table("model", "longest context", left=("model",))
     for model in answer["data"]:
         length = model.get("max_model_len")  # other servers may leave it out
         table.add_row(str(model.get("id")), f"{length:,} tokens" if length else "not said")

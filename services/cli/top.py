@@ -18,7 +18,7 @@ from rich.live import Live
 from services.cli.client import LOCAL_GATEWAY, RunningGateway, told_otherwise
 from services.cli.flags import require
 from services.cli.interrupts import EXIT_INTERRUPTED, run_interruptible
-from services.cli.sources import OUTPUT, JsonFlag
+from services.cli.sources import OUTPUT, QUIET, JsonFlag
 from services.cli.top_view import frame
 from services.cli.words import plain_console, print_json
 from shared.errors import MeshError
@@ -36,9 +36,7 @@ _OUTPUT: Final = Parameter(group=OUTPUT)
 def top(
     *,
     interval: Annotated[float, _OUTPUT] = 1.0,
-    once: Annotated[
-        bool, _OUTPUT, Parameter(negative="", show_env_var=False, show_default=False)
-    ] = False,
+    once: Annotated[bool, QUIET, _OUTPUT] = False,
     as_json: JsonFlag = False,
     gateway: RunningGateway = LOCAL_GATEWAY,
 ) -> int:
@@ -58,7 +56,6 @@ def top(
     require(
         SHORTEST_INTERVAL_S <= interval <= LONGEST_INTERVAL_S,
         f"--interval must be {SHORTEST_INTERVAL_S:g}..{LONGEST_INTERVAL_S:g} seconds",
-        param="interval",
     )
     console = plain_console(140)
     if once or as_json or not console.is_terminal:

@@ -323,14 +323,12 @@ def _most_workers(config: UpConfig, gateway: GatewayConfig, num_workers: int) ->
     require(
         config.max_workers is None or gateway.planner == "act",
         "--max-workers is the most that --planner act may want: give that, too",
-        param="max_workers",
     )
     most = gateway.max_workers or num_workers
     require(
         most >= num_workers or gateway.planner != "act",
         f"--max-workers {most} is less than the {num_workers} that it starts with: give at least "
         "as many, or start with fewer (--workers, --prefill, --decode, --colocated)",
-        param="max_workers",
     )
     return max(most, num_workers) if gateway.planner == "act" else num_workers
 
@@ -342,7 +340,6 @@ def _require_numbers(config: UpConfig) -> None:
         require(
             number is None or least <= number <= MAX_WORKERS,
             f"--{name.replace('_', '-')} must be {least}..{MAX_WORKERS}",
-            param=name,
         )
     apart = ("prefill", "decode")
     for name, others in (("workers", apart), ("colocated", (*apart, "workers"))):
@@ -350,7 +347,6 @@ def _require_numbers(config: UpConfig) -> None:
             require(
                 not (getattr(config, name) and getattr(config, other)),
                 f"--{other} and --{name} are two answers to one question: give one",
-                param=other,
             )
 
 
@@ -379,7 +375,7 @@ def _gateway(config: UpConfig, environment: Mapping[str, str]) -> GatewayConfig:
     settings = read_settings(GatewayConfig, environment)
     host = config.host if config.host is not None else settings["host"].value
     port = config.port if config.port is not None else settings["http_port"].value
-    require(0 <= port < 65536, "--port must be a port, 0..65535", param="port")
+    require(0 <= port < 65536, "--port must be a port, 0..65535")
     grpc_port = config.grpc_port
     if grpc_port is None and settings["grpc_port"].origin != "default":
         grpc_port = settings["grpc_port"].value

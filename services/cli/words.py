@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
 import orjson
@@ -34,11 +34,11 @@ def print_lines(lines: Iterable[str]) -> None:
         console.print(line, soft_wrap=True)
 
 
-def plain_table(*heads: str, left: str | None = None) -> Table:
-    """Return a table without frames, of numbers. left: the column of words."""
+def plain_table(*heads: str, left: Collection[str] = ()) -> Table:
+    """Return a table without frames, of numbers. left: the columns of words."""
     table = Table(box=None, pad_edge=False)
     for head in heads:
-        table.add_column(head, justify="left" if head == left else "right")
+        table.add_column(head, justify="left" if head in left else "right")
     return table
 
 

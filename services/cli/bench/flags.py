@@ -144,21 +144,21 @@ class BenchFlags:
         """Raise InvalidRequest, naming the flag."""
         rates = self.rates if self.rate is None else (*self.rates, self.rate)
         is_alone = not self.rates or (self.rate is None and not self.goodput)
-        require(is_alone, "give --rates alone, without --rate or --goodput", param="rates")
-        require(all(rate > 0 for rate in rates), "a rate must be above 0/s", param="rate")
+        require(is_alone, "give --rates alone, without --rate or --goodput")
+        require(all(rate > 0 for rate in rates), "a rate must be above 0/s")
         if any(math.isinf(rate) for rate in rates):
-            require(self.requests is not None, "a rate of inf needs --requests", param="rate")
-            require(not self.goodput, "--goodput begins at a finite --rate", param="rate")
-        require(self.warmup >= 0, "--warmup must be 0 or more", param="warmup")
-        require(0 < self.attainment <= 1, "--attainment must be in 0..1", param="attainment")
-        require(0.001 <= self.tolerance < 1, "--tolerance must be 0.001..1", param="tolerance")
+            require(self.requests is not None, "a rate of inf needs --requests")
+            require(not self.goodput, "--goodput begins at a finite --rate")
+        require(self.warmup >= 0, "--warmup must be 0 or more")
+        require(0 < self.attainment <= 1, "--attainment must be in 0..1")
+        require(0.001 <= self.tolerance < 1, "--tolerance must be 0.001..1")
         for name in _ABOVE_0:
             value: float | None = getattr(self, name)
-            require(value is None or value > 0, f"{flag_of(name)} must be above 0", param=name)
+            require(value is None or value > 0, f"{flag_of(name)} must be above 0")
         most = f"--scale-lengths must be at most {MOST_SCALE}"
-        require(self.scale_lengths <= MOST_SCALE, most, param="scale_lengths")
+        require(self.scale_lengths <= MOST_SCALE, most)
         least = f"--burstiness must be at least {LEAST_BURSTINESS:g}"
-        require(self.burstiness >= LEAST_BURSTINESS, least, param="burstiness")
+        require(self.burstiness >= LEAST_BURSTINESS, least)
         self._check_effect()
 
     def _check_effect(self) -> None:
@@ -176,9 +176,9 @@ class BenchFlags:
             ("tolerance", self.goodput, "is of --goodput alone"),
         ):
             is_given = getattr(self, name) != getattr(BenchFlags, name)
-            require(is_of_use or not is_given, f"{flag_of(name)} {where}", param=name)
+            require(is_of_use or not is_given, f"{flag_of(name)} {where}")
         is_there = self.trace is not None or self.arrivals != "trace"
-        require(is_there, "--arrivals trace needs a --trace", param="arrivals")
+        require(is_there, "--arrivals trace needs a --trace")
 
     def source(self) -> Source:
         """Return where lengths come from. Raises DataError."""

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from services.cli.bench.records import MISSED, Run
 from services.cli.bench.summary import NAMES
+from services.cli.words import plain_table
 from shared.runtime.groups import TaskGroup, plain_errors
 from shared.telemetry.definitions import Slo
 
@@ -172,9 +173,7 @@ def _many_runs(runs: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for head in heads:
-        table.add_column(head, justify="left" if head in ("requests", "") else "right")
+    table = plain_table(*heads, left=("requests", ""))
     for row in rows:
         table.add_row(*row)
     return table

@@ -290,7 +290,7 @@ def _show(
         else f"best goodput for {price.text(fleet_flags.budget)}"
     )
     console.print(f"{asked} of {flags.workload}, {goal}; seed {flags.seed}")
-    table = plain_table("mesh", price.unit, "cannot exceed", "attains", left="mesh")
+    table = plain_table("mesh", price.unit, "cannot exceed", "attains", left=("mesh",))
     for one, rate in search.tried[-12:]:
         word = f"{rate:.3g}/s" if rate else "no"
         mark = " *" if one is search.chosen else ""

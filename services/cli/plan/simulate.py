@@ -189,7 +189,7 @@ def _show_all(flags: SimFlags, ranked: Sequence[MeshRun]) -> None:
         f"{flags.policy}, seed {flags.seed}; {limits_text(flags.slo)}"
     )
     head = ("mesh", "attained", "good/s a worker", "TTFT p50", "p99", "TPOT p50", "p99")
-    table = plain_table(*head, "not served", left="mesh")
+    table = plain_table(*head, "not served", left=("mesh",))
     for run in ranked:
         table.add_row(*_row(run))
     console.print(table)

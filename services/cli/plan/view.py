@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Final
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from services.cli.interrupts import EXIT_INTERRUPTED
-from services.cli.words import plain_console, print_json
+from services.cli.words import plain_console, plain_table, print_json
 from services.planner.core.paper_table import PaperTable
 from shared.errors import InvalidRequest
 from shared.runtime.service import EXIT_FAILED, EXIT_OK
@@ -51,11 +50,8 @@ def show_tables(tables: Iterable[PaperTable], *, as_json: bool = False) -> None:
     console = plain_console()
     for paper in tables:
         console.print(paper.title, style="italic", soft_wrap=True)
-        table = Table(box=None, pad_edge=False)
-        table.add_column("")
-        table.add_column("theirs", justify="right")
-        table.add_column("ours", justify="right")
-        table.add_column("what differs and why")
+        words = ("", "what differs and why")
+        table = plain_table("", "theirs", "ours", words[1], left=words)
         for row in paper.rows:
             table.add_row(row.what, row.theirs or "–", row.ours_text, row.why)
         console.print(table)

@@ -18,7 +18,7 @@ from services.cli.plan.seen import read_body
 from services.cli.plan.verify import LETTERS
 from services.cli.plan.view import require_ranges
 from services.cli.quantities import TpotFlag, TtftFlag
-from services.cli.sources import OUTPUT, JsonFlag
+from services.cli.sources import OUTPUT, QUIET, JsonFlag
 from services.cli.words import plain_console, print_lines
 from services.gateway.core.scaling.autoscaler import decide
 from services.gateway.core.scaling.need import Limits
@@ -99,7 +99,7 @@ def watch(
     *,
     flags: WatchFlags = WatchFlags(),
     interval: Annotated[float, _LOOKS] = 5.0,
-    once: Annotated[bool, _LOOKS, Parameter(negative="", show_default=False)] = False,
+    once: Annotated[bool, QUIET, _LOOKS] = False,
     gateway: RunningGateway = LOCAL_GATEWAY,
     as_json: JsonFlag = False,
 ) -> int:
