@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from services.planner.rows import DataError, first_of, read_rows
-from services.sim.baselines.splitwise_machine import SplitwiseRequest
+from services.sim.baselines.splitwise import SplitwiseRequest
 from services.sim.baselines.splitwise_times import MachineTimes, MeasuredRun
 
 

@@ -19,9 +19,8 @@ from typing import Any
 from services.sim.clock import EventClock
 from services.sim.ends import KvEnds
 from services.sim.engine import ANSWER_TOKEN, DoneWork, TimedEngine
-from services.sim.equal_steps import LEAST_SKIPPED, MOST_SKIPPED, EqualSteps
 from services.sim.orders import SimJob, Word, WorkerSize, slot_of
-from services.sim.stages import Stages
+from services.sim.steps import LEAST_SKIPPED, MOST_SKIPPED, EqualSteps, Stages
 from services.sim.tier_copies import TierCopies
 from services.sim.token_times import StepEnds
 from shared.errors import MeshError

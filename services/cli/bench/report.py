@@ -92,7 +92,7 @@ def report_of(
     }
 
 
-class RequestRow(msgspec.Struct):
+class ReportedRequest(msgspec.Struct):
     """What is read again of a line of requests.csv. input: as the server counted it, 0 = not."""
 
     run: str
@@ -108,13 +108,13 @@ class RequestRow(msgspec.Struct):
     cached: int = 0
 
 
-def read_requests(folder: Path, name: str) -> list[RequestRow]:
+def read_requests(folder: Path, name: str) -> list[ReportedRequest]:
     """Return the requests of an earlier report, its runs called by a name of their own.
 
     Raises CannotRun: there is no such report.
     """
     try:
-        rows = [row for _, row in read_rows(folder / "requests.csv", RequestRow)]
+        rows = [row for _, row in read_rows(folder / "requests.csv", ReportedRequest)]
     except InvalidRequest as error:
         raise CannotRun(f"cannot read the report in {folder} ({error})") from None
     return [msgspec.structs.replace(row, run=f"{name} {row.run}") for row in rows]
@@ -124,7 +124,7 @@ def write_report(
     report: Mapping[str, Any],
     runs: Sequence[Run],
     folder: Path,
-    beside: Sequence[RequestRow] = (),
+    beside: Sequence[ReportedRequest] = (),
 ) -> None:
     """Write the three files into a folder that exists, over older ones; without a request,
     report.json alone. beside: requests of other reports, drawn into the same picture."""
@@ -139,11 +139,11 @@ def write_report(
         table = csv.DictWriter(file, rows[0])
         table.writeheader()
         table.writerows(rows)
-    own = [row for _, row in read_rows(folder / "requests.csv", RequestRow)]
+    own = [row for _, row in read_rows(folder / "requests.csv", ReportedRequest)]
     _plot([*own, *beside], slo, folder / "report.svg")
 
 
-def _plot(rows: Sequence[RequestRow], slo: Slo, path: Path) -> None:
+def _plot(rows: Sequence[ReportedRequest], slo: Slo, path: Path) -> None:
     """Draw, of each run: which share of TTFT and of TPOT is at most so large, and TTFT by time of
     arrival, where a backlog climbs from left to right."""
     from matplotlib.figure import Figure

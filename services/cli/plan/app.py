@@ -12,13 +12,11 @@ from cyclopts import App, Group
 
 from services.cli import help_texts
 from services.cli.interrupts import EXIT_INTERRUPTED
-from services.cli.plan.distserve import distserve
+from services.cli.plan.distserve import distserve, distserve_placement
 from services.cli.plan.fleet import fleet
 from services.cli.plan.kv import kv
 from services.cli.plan.mooncake import mooncake
-from services.cli.plan.pd_map import map_
-from services.cli.plan.placement import distserve_placement
-from services.cli.plan.simulate import compare, simulate
+from services.cli.plan.simulate import compare, map_, simulate
 from services.cli.plan.splitwise import splitwise
 from services.cli.plan.tables import founding, muxserve, orca, pope, sarathi
 from services.cli.plan.verify import verify

@@ -1,16 +1,36 @@
-"""``pdmesh plan paper distserve``: DistServe's simulator on a file of requests, its queues, its
-placements."""
+"""``pdmesh plan paper distserve``: DistServe's simulator on a file of requests, and its queues;
+``distserve-placement``: its algorithms 1 and 2 for the lengths of one."""
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from pathlib import Path
+from typing import Final
 
-from services.cli.plan.view import progress, require_writable, show_tables
+from services.cli.bench.view import limits_text
+from services.cli.plan.view import (
+    Kept,
+    progress,
+    require_ranges,
+    require_writable,
+    say_how_long,
+    show_tables,
+)
+from services.cli.quantities import TpotFlag, TtftFlag
 from services.cli.sources import JsonFlag
+from services.planner.core.bounds import unmeetable
 from services.planner.core.paper_table import PaperRow, PaperTable
-from services.planner.core.placement import quantile
+from services.planner.core.placement import (
+    MOST_RATE,
+    Affinity,
+    LatencyGoal,
+    Placed,
+    Replicas,
+    Success,
+    quantile,
+)
 from services.planner.core.prefill_queue import queue_tables
 from services.planner.distserve_data import (
     DECIMALS,
@@ -24,8 +44,10 @@ from services.planner.distserve_data import (
     read_requests,
     results_text,
 )
+from services.planner.distserve_place import Demand, Placer
 from services.sim.baselines.distserve import DistServeSim, Fidelity, Latency
 from shared.errors import InvalidRequest
+from shared.telemetry.definitions import Slo
 from shared.whole_file import write_whole
 
 
@@ -127,3 +149,122 @@ def _rows(given: list[GivenRequest], latencies: list[Latency]) -> list[PaperRow]
         most = max(abs(theirs[idx] - ours[idx]) for theirs, ours in pairs)
         rows.append(PaperRow(f"largest difference of {name}", "0", most, decimals))
     return rows
+
+
+_SHOWN: Final = 8
+_RATES: Final = 5
+"""Tried of each placement: bisections of 0 to 5 until 0.25."""
+_TRIAL_REQUESTS: Final = 60
+
+
+def distserve_placement(
+    *,
+    requests: Path,
+    data: Path,
+    model: str = "opt-13b",
+    affinity: Affinity = "low",
+    nodes: int = 1,
+    gpus: int = 4,
+    slo_ttft: TtftFlag = 0.2,
+    slo_tpot: TpotFlag = 0.1,
+    target: float = 0.9,
+    success: Success = "each",
+    rate: float = 10.0,
+    num_requests: int = 300,
+    seed: int = 0,
+    as_json: JsonFlag = False,
+) -> int:
+    """DistServe's placement (OSDI'24, algorithms 1 and 2) for the lengths of a file of requests.
+
+    Tries every placement that the GPUs and the model's shape allow, and finds by bisection the
+    highest rate a GPU that attains, as their code does. Ctrl-C shows what has been found.
+
+    Parameters
+    ----------
+    requests
+        CSV with the columns req_id, arrival_s, prompt_len, output_len; lengths are drawn from it.
+    data
+        Folder with the coefficient files and the KV capacities, as of distserve.
+    model
+        opt-13b or opt-66b.
+    affinity
+        low: KV stays within a node (algorithm 2). high: it may cross (both phases together, as in
+        their code, and each by itself, algorithm 1).
+    nodes
+        How many nodes.
+    gpus
+        GPUs of one node.
+    target
+        Share of requests that must keep the limits.
+    success
+        each: the percentile of either is below its limit, as in their code; joint: so many keep
+        both, as in the paper.
+    rate
+        Requests a second of all replicas together, for which they are counted.
+    num_requests
+        Requests of one simulation.
+    seed
+        Of lengths and arrivals.
+    """
+    require_ranges(
+        ("--nodes", 1 <= nodes <= 64, "1..64"),
+        ("--gpus", 1 <= gpus <= 64, "1..64"),
+        ("--target", 0 < target <= 1, "above 0 and at most 1"),
+        ("--rate", 0 < rate < 1e9, "above 0"),
+        ("--num-requests", 2 <= num_requests <= 1_000_000, "2..1000000"),
+    )
+    slo = Slo(slo_ttft, slo_tpot)
+    goal = LatencyGoal(slo.ttft_s * 1000, slo.tpot_s * 1000, target)
+    lengths = [(one.prompt_len, one.output_len) for one in read_requests(requests)]
+    files = DistServeData(data, "distserve")
+    placer = Placer(files, model, Demand.drawn(lengths, num_requests, seed), goal, success)
+    candidates = placer.candidates(nodes, gpus, affinity)
+    if not candidates:
+        raise InvalidRequest(
+            f"no placement of {model} fits {nodes} x {gpus} GPUs: prefill and decode need memory "
+            f"for the model each; known degrees: "
+            f"{', '.join(f'{d.tp},{d.pp}' for d in files.degrees(model))}"
+        )
+    few = min(num_requests, _TRIAL_REQUESTS)
+    # Of few requests, so that how long the search may take is known at once.
+    trial = Placer(files, model, Demand.drawn(lengths, few, seed), goal, success)
+    began = time.perf_counter()
+    trial.alone(candidates[:1])
+    trial_s = (time.perf_counter() - began) * num_requests / few
+    say_how_long(len(candidates) * _RATES, trial_s, "--num-requests, --nodes, --gpus shorten it")
+    found: list[Placed] = []
+    apart: tuple[Replicas, ...] | None = None
+    kept = Kept()
+    with kept:
+        with progress(f"{len(candidates)} placements", len(candidates)) as on_progress:
+            for placed in placer.together(candidates):
+                found.append(placed)
+                on_progress(len(found))
+        if affinity == "high":
+            apart = placer.apart(nodes * gpus, rate)
+    ranked = sorted(found, key=lambda one: one.rank, reverse=True)
+    attains = bool(ranked and ranked[0].rate_per_gpu)
+    notes = [
+        f"algorithm 1, {name} by itself: {one.num} x {one.degree}, {one.rate:.2f} requests/s each"
+        for name, one in zip(("prefill", "decode"), apart or (), strict=False)
+    ]
+    if kept.is_whole and not attains:
+        with kept:
+            notes += unmeetable(slo, placer.alone(candidates), target)
+        if kept.is_whole and not notes:
+            notes.append(f"nothing attains, not at {MOST_RATE / 2**_RATES:.2g} requests/s a GPU")
+    title = (
+        f"{model}, {nodes} x {gpus} GPUs, {affinity} affinity, {limits_text(slo)}, "
+        f"{target:.0%}, success {success}: {len(found)} of {len(candidates)} placements"
+    )
+    rows = [_row(it, rate) for it in (ranked if as_json else ranked[:_SHOWN])]
+    show_tables([PaperTable(title, rows, notes)], as_json=as_json)
+    return kept.exit_code(is_good=attains)
+
+
+def _row(one: Placed, rate: float) -> PaperRow:
+    num, per_gpu = one.placement.num_devices, one.rate_per_gpu
+    why = f"{num} GPUs"
+    if per_gpu:
+        why += f", {math.ceil(rate / (per_gpu * num))} replicas for {rate:g}/s"
+    return PaperRow(str(one.placement), "", per_gpu, 4, "requests/s a GPU", why)

@@ -13,14 +13,14 @@ from cyclopts import Parameter
 from services.cli.plan.view import progress, show_tables
 from services.cli.sources import JsonFlag
 from services.planner.core.cache_replay import POLICIES, BlockCache, Policy, replay
-from services.planner.core.mooncake import (
+from services.planner.core.paper_table import PaperRow, PaperTable
+from services.planner.paper_runs import (
     FAST25_CAPACITIES,
     FAST25_HIT_RATES,
     REPLAY_NOTE,
+    mooncake_scheduling_tables,
     mooncake_tables,
 )
-from services.planner.core.paper_table import PaperRow, PaperTable
-from services.planner.paper_runs import mooncake_scheduling_tables
 from services.planner.traces import read_blocks, read_mooncake
 from services.sim.asks import BLOCK_TOKENS
 from shared.errors import InvalidRequest

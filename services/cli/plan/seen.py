@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple, get_type_hints
 import msgspec
 
 from services.cli.bench.endpoints import RECENT
-from services.cli.bench.report import RequestRow
+from services.cli.bench.report import ReportedRequest
 from services.cli.client import CannotRun, RunningGateway
 from services.gateway.http.cluster_bodies import RecentRequest, RecentRequests
 from services.planner.core.replay import SeenRequest, terms_of
@@ -131,7 +131,7 @@ def read_seen(path: Path, run: int | None, last_s: float | None) -> SeenTraffic:
 def _read_folder(folder: Path, run: int | None) -> SeenTraffic:
     table, report = folder / "requests.csv", folder / "report.json"
     try:
-        told, rows = read_json(report), list(read_rows(table, RequestRow))
+        told, rows = read_json(report), list(read_rows(table, ReportedRequest))
         model, kept = str(told["endpoints"][0]["model"]), told.get("mesh")
         runs = list(dict.fromkeys(row.run for _, row in rows))
         wanted = runs[-1] if run is None else str(run)

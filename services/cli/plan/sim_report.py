@@ -12,7 +12,7 @@ from cyclopts import Parameter
 
 from services.cli.bench.records import Ending, Record, Run
 from services.cli.bench.report import (
-    RequestRow,
+    ReportedRequest,
     read_requests,
     report_of,
     require_folder,
@@ -92,7 +92,9 @@ def _as_run(workload: Workload, label: str, told: Iterable[Told]) -> Run:
     return found
 
 
-def begin_report(folder: Path | None, beside: Sequence[Path] | None = None) -> list[RequestRow]:
+def begin_report(
+    folder: Path | None, beside: Sequence[Path] | None = None
+) -> list[ReportedRequest]:
     """See to it, before anything is simulated, that a report can be written there; returns the
     requests of reports that come into its picture. Raises CannotRun, InvalidRequest."""
     if folder is None:
@@ -108,7 +110,7 @@ def report_files(
     runs: Sequence[MeshRun],
     folder: Path,
     plan: Mapping[str, Any],
-    beside: Sequence[RequestRow] = (),
+    beside: Sequence[ReportedRequest] = (),
 ) -> None:
     """Write report.json, requests.csv and report.svg. plan: what else was found; beside: requests
     of other reports that come into the picture."""

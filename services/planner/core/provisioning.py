@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from services.planner.core.placement import quantile
-from services.sim.baselines.splitwise_machine import SplitwiseRequest
+from services.sim.baselines.splitwise import SplitwiseRequest
 from services.sim.baselines.splitwise_times import MachineTimes
 
 LIMITS: Final = {

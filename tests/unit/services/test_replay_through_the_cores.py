@@ -29,7 +29,7 @@ from services.gateway.core.index.fetches import NOTHING
 from services.gateway.core.index.prefix_index import PrefixIndex, column_of
 from services.gateway.core.index.prefixes import Indexed
 from services.planner.core.cache_replay import POLICIES, BlockCache, Policy, replay
-from services.planner.core.mooncake import FAST25_CAPACITIES, FAST25_HIT_RATES
+from services.planner.paper_runs import FAST25_CAPACITIES, FAST25_HIT_RATES
 from services.planner.traces import read_mooncake
 from services.sim.asks import BLOCK_TOKENS
 from shared.kv.journal import Journal, Tier, key_of

@@ -16,7 +16,6 @@ from services.planner.core.founding import (
     rps_per_gpu,
 )
 from services.planner.core.kv_size import PUBLISHED, link_need, read_link
-from services.planner.core.mooncake import mooncake_tables
 from services.planner.core.paper_table import PaperTable
 from services.planner.core.partition import (
     best_gather,
@@ -35,6 +34,7 @@ from services.planner.core.prefill_queue import (
     ttft_single,
     ttft_tensor,
 )
+from services.planner.paper_runs import mooncake_tables
 from shared.errors import InvalidRequest
 
 # --- DistServe's queues -------------------------------------------------------------------------

@@ -26,10 +26,11 @@ from services.sim.baselines.splitwise import (
     LLAMA2_70B,
     LLAMA2_70B_AS_CODED,
     TRAP_BANDWIDTH,
+    SplitwiseMachine,
+    SplitwiseRequest,
     SplitwiseSim,
     cluster,
 )
-from services.sim.baselines.splitwise_machine import SplitwiseMachine, SplitwiseRequest
 from services.sim.baselines.splitwise_times import Curve, prediction_error
 
 DATA = Path(__file__).parents[1] / "data"

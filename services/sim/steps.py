@@ -1,11 +1,14 @@
-"""Equal steps of a simulated worker that are under way: one event stands for all of them."""
+"""Steps of a simulated worker: equal ones of which one event stands for all, and the way of a step
+through pipeline stages."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from services.sim.clock import EventClock
 from shared.predict.times import TimeModel
 
 LEAST_SKIPPED, MOST_SKIPPED = 8, 64
@@ -44,3 +47,28 @@ class EqualSteps:
     def step_ends_at(self, now: float) -> float:
         """When the step ends that runs; 0 = it is the last, and has an event of its own."""
         return 0.0 if self.is_last else self.ends[self.num_done(now)]
+
+
+@dataclass(slots=True)
+class Stages:
+    """num: how many. out_at: when the newest step leaves the last of them."""
+
+    clock: EventClock
+    num: int
+    out_at: float = 0.0
+
+    def leave(self, seconds: float, say: Sequence[Callable[[], None]]) -> None:
+        """A step has left the first stage, in which it was so long: say this when it leaves the
+        last."""
+        if self.num == 1:
+            _all(say)
+            return
+        # It waits in front of a stage in which a longer step is.
+        soonest_at = self.clock.now + (self.num - 1) * seconds
+        self.out_at = max(self.out_at + seconds, soonest_at)
+        self.clock.at(self.out_at, lambda: _all(say))
+
+
+def _all(say: Sequence[Callable[[], None]]) -> None:
+    for word in say:
+        word()
