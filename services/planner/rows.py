@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import msgspec
 
@@ -86,7 +86,7 @@ def _fields(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
         raise DataError(f"{path}:{lines.line_num}: {error}") from None
 
 
-def read_json(path: Path, kind: type[Row] = Any) -> Row:
+def read_json(path: Path, kind: type[Row]) -> Row:
     """Return what a JSON file holds. Raises DataError."""
     try:
         return msgspec.json.decode(read_text(path), type=kind)

@@ -24,6 +24,15 @@ _Receipt: Final = msgspec.defstruct(
 )
 
 
+class _Server(msgspec.Struct):
+    model: str
+
+
+class _Report(msgspec.Struct):
+    endpoints: list[_Server]
+    mesh: Any = None
+
+
 class SeenTraffic(NamedTuple):
     """Requests in order of arrival, and the mesh that they met; None = nobody tells. left_out: how
     many brought no token. num_retried: how many took more than one attempt. is_client: times are a
@@ -131,11 +140,11 @@ def read_seen(path: Path, run: int | None, last_s: float | None) -> SeenTraffic:
 def _read_folder(folder: Path, run: int | None) -> SeenTraffic:
     table, report = folder / "requests.csv", folder / "report.json"
     try:
-        told, rows = read_json(report), list(read_rows(table, ReportedRequest))
-        model, kept = str(told["endpoints"][0]["model"]), told.get("mesh")
+        told, rows = read_json(report, _Report), list(read_rows(table, ReportedRequest))
+        model = told.endpoints[0].model
         runs = list(dict.fromkeys(row.run for _, row in rows))
         wanted = runs[-1] if run is None else str(run)
-    except (InvalidRequest, LookupError, TypeError, AttributeError) as error:
+    except (InvalidRequest, IndexError) as error:
         raise InvalidRequest(
             f"{folder} is no folder of `pdmesh bench --output` ({error})"
         ) from None
@@ -165,7 +174,7 @@ def _read_folder(folder: Path, run: int | None) -> SeenTraffic:
             )
     if len(found) < 2:
         raise CannotRun(f"{table}: run {wanted} has {len(found)} answers, two are the least")
-    mesh = None if kept is None else read_body(kept, str(report))
+    mesh = None if told.mesh is None else read_body(told.mesh, str(report))
     return SeenTraffic(
         f"{folder}, run {wanted}", model, mesh, found, len(own) - len(found), 0, True
     )
