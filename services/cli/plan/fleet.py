@@ -108,22 +108,20 @@ class FleetFlags:
 
     def priced(self, flags: SimFlags, units: list[Unit]) -> Price:
         """Return what a device costs, by its name in a mesh. Raises InvalidRequest."""
-        names = {unit.device for unit in units}
+        own = {it.device: it.device or (flags.times.device or "").lower() for it in units}
         if self.watts and self.price:
             raise InvalidRequest("give --price or --watts, not both")
         if self.watts:
-            known = {name: name or (flags.times.device or "").lower() for name in names}
-            for name in known.values():
-                if name not in DEVICES:
-                    raise InvalidRequest("--watts needs --device or --devices: whose they are")
-            return Price({name: DEVICES[known[name]].watts for name in names}, "W")
+            if not DEVICES.keys() >= {*own.values()}:
+                raise InvalidRequest("--watts needs --device or --devices: whose they are")
+            return Price({name: DEVICES[device].watts for name, device in own.items()}, "W")
         if not self.price:
-            if len(names) > 1:
+            if len(own) > 1:
                 raise InvalidRequest(
                     "several kinds of devices need --price (a100=1.80,h100=3.20) or --watts: a "
                     "number of devices compares nothing"
                 )
-            return Price(dict.fromkeys(names, 1.0), "devices")
+            return Price(dict.fromkeys(own, 1.0), "devices")
         given: dict[str, float] = {}
         for word in self.price.lower().replace(" ", "").split(","):
             name, _, number = word.partition("=")
@@ -135,7 +133,6 @@ class FleetFlags:
                 given[name] = 0.0
             if not 0 < given[name] < 1e9:
                 raise InvalidRequest(f"--price must be like a100=1.80,h100=3.20, not {word!r}")
-        own = {name: name or (flags.times.device or "").lower() for name in names}
         if "" in own.values():  # of a profile, or of times that are given
             if len(given) > 1:
                 raise InvalidRequest("--price has one price, of the device whose times these are")

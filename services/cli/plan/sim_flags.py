@@ -130,8 +130,7 @@ class SimFlags:
 
     def check(self) -> None:
         """Raise InvalidRequest, with what is allowed."""
-        load_policy(self.policy)
-        known = f"one of {', '.join(POLICIES)} or package.module:Class, not {self.policy!r}"
+        require_policy(self.policy)
         require_ranges(
             ("--num-requests", 1 <= self.num_requests <= MOST_REQUESTS, f"1..{MOST_REQUESTS}"),
             ("--block-size", 1 <= self.block_size <= 4096, "1..4096"),
@@ -144,7 +143,6 @@ class SimFlags:
             ("--rate", 0 < self.rate < 1e6, "above 0 and below 1e6"),
             ("--attainment", 0 < self.attainment <= 1, "above 0 and at most 1"),
             ("--scale-lengths", 0.001 <= self.scale_lengths <= 1000, "0.001..1000"),
-            ("--policy", self.policy in POLICIES, known),
         )
         if (span_s := self.num_requests / self.rate) > MOST_SPAN_S:
             raise InvalidRequest(
@@ -178,7 +176,7 @@ class SimFlags:
             link_bytes_s=self.link,
             is_exact=self.fidelity == "exact",
             tiers=self.tiers.sizes,
-            cache_policy=self.tiers.policy,
+            cache_policy=self.tiers.cache_policy,
         )
 
     def workload_of(self, units: Sequence[Unit]) -> Workload:
@@ -316,6 +314,13 @@ class SimFlags:
             "num_retried": run.num_retried,
             "warnings": self.warnings(run.shape),
         }
+
+
+def require_policy(name: str) -> None:
+    """Load a policy of one's own. Raises InvalidRequest: it is none."""
+    load_policy(name)
+    known = f"one of {', '.join(POLICIES)} or package.module:Class, not {name!r}"
+    require_ranges(("--policy", name in POLICIES, known))
 
 
 class _Requests(Sequence[SimRequest]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 from cyclopts import Parameter
 
@@ -38,13 +38,9 @@ class TierFlags:
 
     dram_cache: Size = 0
     ssd_cache: Size = 0
-    cache_policy: Literal["lru", "lfu", "length-aware"] = "lru"
+    cache_policy: CachePolicy = CachePolicy.LRU
     dram_bandwidth: LinkRate = 10e9
     ssd_bandwidth: LinkRate = 2e9
-
-    @property
-    def policy(self) -> CachePolicy:
-        return CachePolicy(self.cache_policy)
 
     @property
     def sizes(self) -> tuple[TierSize, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from cyclopts import Parameter
 
@@ -25,7 +25,6 @@ from shared.predict.times import OPT_13B_A100, AffineTimes, ScaledTimes, TimeMod
 from shared.profile.step_profile import StepProfile, read_profile
 
 DEFAULT_KV_TOKENS: Final = 60_000
-TIMES: Final = ("opt-13b-a100", "fake", "distserve", "splitwise")
 
 
 @Parameter(name="*")
@@ -61,7 +60,7 @@ class TimesFlags:
         Factor of all times: what if the model is wrong by so much?
     """
 
-    times: str | None = None
+    times: Literal["opt-13b-a100", "fake", "distserve", "splitwise"] | None = None
     profile: Path | None = None
     device: str | None = None
     data: Path | None = None
@@ -86,10 +85,8 @@ class TimesFlags:
         ]
         if len(given) > 1:
             raise InvalidRequest(f"give one time model, not {' and '.join(given)}")
-        known = f"one of {', '.join(TIMES)}, not {self.times!r}"
         is_held = self.kv_tokens is None or 1 <= self.kv_tokens <= 1 << 30
         require_ranges(
-            ("--times", self.times is None or self.times in TIMES, known),
             ("--slower", 0.01 <= self.slower <= 100, "0.01..100"),
             ("--kv-tokens", is_held, f"1..{1 << 30}"),
         )

@@ -17,7 +17,7 @@ from services.cli.bench.view import time_text
 from services.cli.bench.workload import Ask
 from services.cli.client import LOCAL_GATEWAY, RunningGateway
 from services.cli.plan.seen import SeenTraffic, ask_gateway, read_seen, seen_by_gateway
-from services.cli.plan.sim_flags import GATEWAY
+from services.cli.plan.sim_flags import GATEWAY, require_policy
 from services.cli.plan.sim_report import begin_report, seen_run, simulated_run
 from services.cli.plan.tier_flags import TierFlags, cached_line
 from services.cli.plan.times_flags import TimesFlags
@@ -26,7 +26,6 @@ from services.cli.quantities import LinkRate, Seconds, StepSeconds, TpotFlag, Tt
 from services.cli.sources import OUTPUT, JsonFlag
 from services.cli.words import plain_console, plain_table, print_json, print_lines
 from services.gateway.core.routing.routing import POLICIES
-from services.gateway.own_policy import load_policy
 from services.planner.core.kv_size import kv_of_bytes
 from services.planner.core.mesh_text import MeshPart, MeshShape, Unit, read_mesh
 from services.planner.core.replay import (
@@ -98,11 +97,10 @@ class VerifyFlags:
     def check(self) -> None:
         """Raise InvalidRequest, with what is allowed."""
         self.times.check()
-        load_policy(self.policy or "")
-        known = f"one of {', '.join(POLICIES)} or package.module:Class, not {self.policy!r}"
+        if self.policy is not None:
+            require_policy(self.policy)
         is_some = 0 <= (self.batch_tokens or 0) <= 1 << 24
         require_ranges(
-            ("--policy", self.policy is None or self.policy in POLICIES, known),
             ("--batch-tokens", is_some, "0 (as many as a step holds) or more"),
             ("--last", self.last != 0, "above 0: nothing would be replayed"),
         )
@@ -317,7 +315,7 @@ def _setting(seen: SeenTraffic, flags: VerifyFlags) -> tuple[MeshShape, MeshSett
         batch_tokens=batch_tokens,
         wire_s=wire_s,
         tiers=flags.tiers.sizes,
-        cache_policy=flags.tiers.policy,
+        cache_policy=flags.tiers.cache_policy,
     )
     if mesh is not None and mesh.max_running:
         # Not its ``overload``: whom it refused is not replayed, and would be refused once more.

@@ -104,7 +104,7 @@ def test_kv_of_a_folder(
         ("simulate 1M --kv-tokens 0", "--kv-tokens must be 1.."),
         ("simulate 1M --link fast", "such as 25GB/s"),
         ("simulate 1M --beside earlier", "--beside needs --output"),
-        ("simulate 1M --times fast", "--times must be one of opt-13b-a100, fake, distserve, split"),
+        ("simulate 1M --times fast", '"opt-13b-a100", "fake", "distserve"'),
         ("simulate 1M --times fake --device a100", "give one time model"),
         ("simulate 1M --device tpu", "a device must be one of a100"),
         ("simulate 1M --times distserve", "needs --data"),
