@@ -42,7 +42,7 @@ def receipt_table(receipt: Mapping[str, Any], usage: Mapping[str, Any] | None = 
     if receipt.get("transfer_bytes"):
         exposed = _ms(receipt.get("transfer_exposed_s"))
         table.add_row("KV transfer", _ms(receipt.get("transfer_s")), _transfer(receipt))
-        table.add_row("… exposed", exposed, "of it after token 1 was known")
+        table.add_row("… exposed", exposed, "after token 1 was known, until all of it had come")
     if receipt.get("first_step_s") is not None:
         table.add_row("first decode step", _ms(receipt["first_step_s"]), "token 1 to token 2")
     if receipt.get("tpot_s") is not None:

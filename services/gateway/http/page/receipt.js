@@ -103,7 +103,7 @@ function placedTransfer(receipt) {
   const computed = receipt.ttft_s - receipt.handover_s;
   const end = computed + receipt.transfer_exposed_s;
   const start = Math.max(0, end - receipt.transfer_s);
-  const text = `${size(receipt.transfer_bytes)} of KV, prefill → decode, at ${rate(receipt.gb_per_s)} over ${receipt.lane}; ${time(receipt.transfer_exposed_s)} of it after token 1 was computed`;
+  const text = `${size(receipt.transfer_bytes)} of KV, prefill → decode, at ${rate(receipt.gb_per_s)} over ${receipt.lane}; done ${time(receipt.transfer_exposed_s)} after token 1 was computed`;
   return {
     start,
     end,
