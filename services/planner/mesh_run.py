@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
 
 from services.gateway.core.admission.admission import REASONS
 from services.gateway.core.admission.overload import OverloadMode
@@ -23,13 +23,12 @@ from services.sim.open_loop import (
     run_open_loop,
     simulated_model,
 )
-from services.sim.orders import TierSize, WorkerSize
+from services.sim.orders import WorkerSize
 from services.sim.worker import CoreWorker
 from shared.config import STEP_TOKENS
 from shared.errors import InvalidRequest
 from shared.kv.journal import Tier
 from shared.kv.layout import KvLayout
-from shared.kv.tiers import CachePolicy
 from shared.predict.times import ScaledTimes, TimeModel
 from shared.telemetry.definitions import Slo, attainment, percentile
 
@@ -48,34 +47,36 @@ class UnitModel:
     kv_tokens: int
 
 
+class GatewayLimits(NamedTuple):
+    """Whom a simulated gateway lets in; by default everybody. See ``CoreMesh``."""
+
+    max_running: int = 1 << 20
+    max_waiting: int = 0
+    max_wait_s: float = 10.0
+    max_pending_tokens: int = 0
+
+
+EVERYBODY: Final = GatewayLimits()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshSetting:
-    """All of a simulated mesh but its workers. unit: what devices make of one worker. token_budget:
-    0 = as workers decide it. batch_tokens: prompts share a step up to so many, 0 = all that it
-    holds. wire_s: how long a message is under way. is_exact: every step is an event, equal ones are
-    not skipped. gateway_running, max_pending_tokens, gateway_waiting, max_wait_s, overload: the
-    gateway's own; by default it lets everybody in. With overload each request names the limits as
-    its own. tiers: below the pools of workers that compute prompts, the fastest first."""
+    """All of a simulated mesh but its workers. unit: what devices make of one worker; size: what
+    else it is, without blocks and budget. token_budget: 0 = as workers decide it. wire_s: how long
+    a message is under way. is_exact: every step is an event, equal ones are not skipped. overload:
+    the gateway's own; with it each request names the limits as its own."""
 
     unit: Callable[[Unit], UnitModel]
     kv: KvShape
     slo: Slo
     target: float
     policy: str
-    block_size: int
+    size: WorkerSize
     token_budget: int
-    max_running: int
-    link_bytes_s: float
-    batch_tokens: int = 0
     wire_s: float = WIRE_S
     is_exact: bool = False
-    gateway_running: int = 1 << 20
-    max_pending_tokens: int = 0
-    gateway_waiting: int = 0
-    max_wait_s: float = 10.0
+    gateway: GatewayLimits = EVERYBODY
     overload: str = "off"
-    tiers: tuple[TierSize, ...] = ()
-    cache_policy: CachePolicy = CachePolicy.LRU
 
 
 class CachedTokens(NamedTuple):
@@ -176,12 +177,9 @@ def _mesh(
         lambda _: TimedEngine(setting.unit(Unit()).times),
         largest,
         policy=setting.policy,
-        max_running=setting.gateway_running,
-        max_waiting=setting.gateway_waiting,
-        max_pending_tokens=setting.max_pending_tokens,
-        max_wait_s=setting.max_wait_s,
         wire_s=setting.wire_s,
         skips=not setting.is_exact,
+        **setting.gateway._asdict(),
     )
     mesh.overload.mode = OverloadMode(setting.overload)
     workers: list[tuple[MeshPart, CoreWorker]] = []
@@ -207,32 +205,27 @@ def _mesh(
 
 def _size(setting: MeshSetting, part: MeshPart) -> WorkerSize:
     kv_tokens = setting.unit(part.unit).kv_tokens
-    num_blocks = kv_tokens // setting.block_size
+    num_blocks = kv_tokens // setting.size.block_size
     if num_blocks < 8:
         raise InvalidRequest(
             "--kv-tokens must hold 8 blocks of --block-size at least (a worker holds "
             f"{kv_tokens} tokens of KV here)"
         )
-    return WorkerSize(
+    return replace(
+        setting.size,
         num_blocks=num_blocks,
-        block_size=setting.block_size,
-        max_running=setting.max_running,
         token_budget=setting.token_budget or STEP_TOKENS,
-        batch_tokens=setting.batch_tokens,
         tbt_target_s=0.0 if setting.token_budget else TBT_TARGET_S,
         frame_bytes=1 << 40,  # a frame is a group of layers, whatever its length
-        link_bytes_s=setting.link_bytes_s,
         # Who decodes goes through all stages before its next step.
         num_stages=part.unit.pp if part.kind == "P" else 1,
-        tiers=setting.tiers,
-        cache_policy=setting.cache_policy,
     )
 
 
 def _require_room(setting: MeshSetting, layout: KvLayout) -> None:
     """Raise InvalidRequest for a tier that holds nothing."""
-    block_bytes = setting.block_size * layout.token_bytes
-    for tier in setting.tiers:
+    block_bytes = setting.size.block_size * layout.token_bytes
+    for tier in setting.size.tiers:
         if tier.num_bytes < block_bytes:
             flag = "--dram-cache" if tier.kind is Tier.DRAM else "--ssd-cache"
             raise InvalidRequest(

@@ -38,7 +38,7 @@ class WorkerSize:
     tiers: below the pool of a worker that computes prompts, the fastest first; cache_policy: what
     gives way there."""
 
-    num_blocks: int
+    num_blocks: int = 0
     block_size: int = 16
     max_running: int = 256
     token_budget: int = 2048

@@ -10,6 +10,7 @@ from services.planner.core.mesh_text import read_mesh
 from services.planner.core.replay import fitted_times
 from services.planner.mesh_run import MeshSetting, UnitModel, run_mesh
 from services.sim.open_loop import SimAnswer, SimRequest
+from services.sim.orders import WorkerSize
 from shared.predict.step_time import StepFit
 from shared.telemetry.definitions import Slo
 
@@ -86,11 +87,8 @@ def _run(
         slo=Slo(1.0, 0.1),
         target=1.0,
         policy="least_loaded",
-        block_size=16,
+        size=WorkerSize(max_running=max_running, link_bytes_s=1e9, batch_tokens=batch_tokens),
         token_budget=0 if "M" in mesh else 2048,
-        max_running=max_running,
-        link_bytes_s=1e9,
-        batch_tokens=batch_tokens,
         wire_s=WIRE_S,
     )
     return run_mesh(setting, read_mesh(mesh), requests, 1.0).answers

@@ -31,8 +31,9 @@ from services.planner.core.bounds import (
 )
 from services.planner.core.limits import binding_limit
 from services.planner.core.mesh_text import MeshShape, Unit
-from services.planner.mesh_run import MeshRun, MeshSetting, UnitModel, run_mesh
+from services.planner.mesh_run import GatewayLimits, MeshRun, MeshSetting, UnitModel, run_mesh
 from services.sim.open_loop import SimRequest
+from services.sim.orders import WorkerSize
 from shared.bounds import OverloadName
 from shared.config import STEP_TOKENS, GatewayConfig
 from shared.errors import InvalidRequest
@@ -165,18 +166,22 @@ class SimFlags:
             slo=self.slo,
             target=self.attainment,
             policy=self.policy,
-            block_size=self.block_size,
+            size=WorkerSize(
+                block_size=self.block_size,
+                max_running=self.max_running,
+                link_bytes_s=self.link,
+                tiers=self.tiers.sizes,
+                cache_policy=self.tiers.cache_policy,
+            ),
             token_budget=self.token_budget,
-            max_running=self.max_running,
-            gateway_running=self.gateway_max_running,
-            max_pending_tokens=self.max_pending_tokens,
-            gateway_waiting=self.max_waiting,
-            max_wait_s=self.max_wait_s,
-            overload=self.overload,
-            link_bytes_s=self.link,
             is_exact=self.fidelity == "exact",
-            tiers=self.tiers.sizes,
-            cache_policy=self.tiers.cache_policy,
+            gateway=GatewayLimits(
+                self.gateway_max_running,
+                self.max_waiting,
+                self.max_wait_s,
+                self.max_pending_tokens,
+            ),
+            overload=self.overload,
         )
 
     def workload_of(self, units: Sequence[Unit]) -> Workload:

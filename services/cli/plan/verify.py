@@ -4,7 +4,7 @@ requests."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple
@@ -38,9 +38,17 @@ from services.planner.core.replay import (
     replay_of,
     terms_of,
 )
-from services.planner.mesh_run import MeshSetting, UnitModel, cached_tokens, run_mesh
+from services.planner.mesh_run import (
+    EVERYBODY,
+    GatewayLimits,
+    MeshSetting,
+    UnitModel,
+    cached_tokens,
+    run_mesh,
+)
 from services.sim.clock import WIRE_S
 from services.sim.open_loop import SimAnswer, SimRequest
+from services.sim.orders import WorkerSize
 from shared.errors import InvalidRequest
 from shared.predict.step_time import StepFit
 from shared.predict.times import TimeModel
@@ -307,25 +315,24 @@ def _setting(seen: SeenTraffic, flags: VerifyFlags) -> tuple[MeshShape, MeshSett
         slo=flags.slo,
         target=1.0,
         policy=policy,
-        block_size=answering[0].block_size if answering else 16,
+        size=WorkerSize(
+            block_size=answering[0].block_size if answering else 16,
+            max_running=min(set(map(attrgetter("max_running"), answering)) - {0}, default=256),
+            batch_tokens=batch_tokens,
+            link_bytes_s=flags.link or (mesh.link_bytes_s if mesh is not None else 0.0),
+            tiers=flags.tiers.sizes,
+            cache_policy=flags.tiers.cache_policy,
+        ),
         # A number would stand for the time that mixed workers keep a step to.
         token_budget=0 if shape.num_of("M") or not computing else computing[0].step_tokens,
-        max_running=min(set(map(attrgetter("max_running"), answering)) - {0}, default=256),
-        link_bytes_s=flags.link or (mesh.link_bytes_s if mesh is not None else 0.0),
-        batch_tokens=batch_tokens,
         wire_s=wire_s,
-        tiers=flags.tiers.sizes,
-        cache_policy=flags.tiers.cache_policy,
-    )
-    if mesh is not None and mesh.max_running:
         # Not its ``overload``: whom it refused is not replayed, and would be refused once more.
-        setting = replace(
-            setting,
-            gateway_running=mesh.max_running,
-            gateway_waiting=mesh.max_waiting,
-            max_wait_s=mesh.max_wait_s,
-            max_pending_tokens=mesh.max_pending_tokens,
-        )
+        gateway=EVERYBODY
+        if mesh is None or not mesh.max_running
+        else GatewayLimits(
+            mesh.max_running, mesh.max_waiting, mesh.max_wait_s, mesh.max_pending_tokens
+        ),
+    )
     return shape, setting, notes
 
 

@@ -11,6 +11,7 @@ from services.planner.core.kv_size import kv_of_bytes
 from services.planner.core.mesh_text import read_mesh
 from services.planner.mesh_run import MeshSetting, UnitModel, run_mesh
 from services.sim.open_loop import SimRequest
+from services.sim.orders import WorkerSize
 from shared.predict.times import AffineTimes
 from shared.telemetry.definitions import Slo
 
@@ -21,11 +22,8 @@ SETTING = MeshSetting(
     slo=Slo(1e3, 1e3),
     target=0.9,
     policy="conductor",
-    block_size=16,
+    size=WorkerSize(batch_tokens=1),
     token_budget=0,
-    max_running=256,
-    link_bytes_s=0.0,
-    batch_tokens=1,
     wire_s=0.0,
 )
 

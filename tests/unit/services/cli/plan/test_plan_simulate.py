@@ -101,11 +101,8 @@ def test_a_mesh_has_a_gateway_as_it_is_by_default() -> None:
     flags, gateway = SimFlags(), GatewayConfig()
     setting = flags.setting
     assert (setting.policy, setting.overload) == (gateway.policy, gateway.overload)
-    assert setting.gateway_running == gateway.max_running
-    assert (setting.gateway_waiting, setting.max_wait_s) == (
-        gateway.max_waiting,
-        gateway.max_wait_s,
-    )
+    for name, value in setting.gateway._asdict().items():
+        assert value == getattr(gateway, name)
 
 
 def test_whom_the_gateway_refuses_did_not_attain(
