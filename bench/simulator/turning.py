@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from bench.record import Record
 from services.cli.plan.sim_flags import SimFlags
-from services.cli.plan.times_flags import TimesFlags
+from services.cli.plan.times_flags import TimesFlags, TimesName
 from services.planner.core.mesh_text import read_mesh
 from shared.telemetry.definitions import RequestOutcome, Slo, attainment, percentile
 
@@ -41,7 +41,7 @@ class Shape(NamedTuple):
     """One worker: whose times, and of which model."""
 
     name: str
-    times: str
+    times: TimesName
     model: str
     device: str | None
 

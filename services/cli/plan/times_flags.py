@@ -24,6 +24,7 @@ from shared.errors import InvalidRequest
 from shared.predict.times import OPT_13B_A100, AffineTimes, ScaledTimes, TimeModel
 from shared.profile.step_profile import StepProfile, read_profile
 
+TimesName = Literal["opt-13b-a100", "fake", "distserve", "splitwise"]
 DEFAULT_KV_TOKENS: Final = 60_000
 
 
@@ -60,7 +61,7 @@ class TimesFlags:
         Factor of all times: what if the model is wrong by so much?
     """
 
-    times: Literal["opt-13b-a100", "fake", "distserve", "splitwise"] | None = None
+    times: TimesName | None = None
     profile: Path | None = None
     device: str | None = None
     data: Path | None = None
