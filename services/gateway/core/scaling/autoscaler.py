@@ -15,8 +15,8 @@ The levers, the cheapest first:
 How many workers are wanted is remembered, and the orders are what is missing to it: a cluster that
 another autoscaler runs reads the number. A number that rose does not fall within ``dwell_s``, and
 one that fell rises within that only if work comes faster than it is done. It falls to the most that
-was needed in that time, so that a dip removes nobody. Where something is not known, nothing is
-changed. Pure.
+was needed in that time, so that a dip removes nobody; and at once where others have started workers
+that fill ``max_workers``. Where something is not known, nothing is changed. Pure.
 """
 
 from __future__ import annotations
