@@ -17,6 +17,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from services.gateway.core.admission import admission
@@ -164,7 +165,8 @@ class CoreMesh(Members):
                 terms=terms,
                 num_tokens=num_tokens,
                 cached=lambda now: self.router.cached(answer.hashed, now),
-            )
+            ),
+            coming=key,
         )
         self._set_timer()
 
@@ -179,15 +181,21 @@ class CoreMesh(Members):
         self._perform(self._admission.tick(self.clock.now))
         self._set_timer()
 
-    def _perform(self, effects: Iterable[admission.Effect]) -> None:
-        """What admission decided of the requests that wait."""
+    def _perform(self, effects: Iterable[admission.Effect], coming: bytes = b"") -> None:
+        """What admission decided of the requests that wait, and of the one that comes now."""
         for effect in effects:
             answer = self._answers[RequestId(effect.key)]
             match effect:
+                case Admit(key) if key == coming:
+                    self._begin(answer)
                 case Admit():
-                    self._apply(answer, answer.dispatcher.begin(self.clock.now))
+                    # Who waited wakes behind this instant: what comes with this is counted first.
+                    self.clock.after(0.0, partial(self._begin, answer))
                 case TurnAway(_, error):
                     self._apply(answer, answer.dispatcher.give_up(error))
+
+    def _begin(self, answer: CoreAnswer) -> None:
+        self._apply(answer, answer.dispatcher.begin(self.clock.now))
 
     def _apply(self, answer: CoreAnswer, effects: Iterable[Effect]) -> None:
         """Carry out what a core decided, and what follows from it, in order."""

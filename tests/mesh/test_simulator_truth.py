@@ -66,6 +66,23 @@ def test_a_full_gateway_refuses_the_same_requests(seed: int) -> None:
     assert "" in {it.finish for it in judge(case).felt}
 
 
+def test_first_tokens_of_one_step_let_others_in_behind_them() -> None:
+    """Three prompts end together on a worker beside one that does both: all three are counted
+    before it is seen who has room for those that waited for them."""
+    judge(
+        Case(
+            *(10050, 2, 1, 1, "local"),
+            num_requests=95,
+            num_blocks=200,
+            rate=150.0,
+            num_shared=256,
+            num_roots=5,
+            most_output=120,
+            max_pending_tokens=500,
+        )
+    )
+
+
 @pytest.mark.parametrize("seed", few(range(36), 0, 4, 12, 34))
 def test_memory_below_the_pools_has_the_same_blocks(seed: int) -> None:
     """Block by block and slot by slot, what goes down, gives way, comes back, and for whom."""
