@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import shlex
-import socket
 import subprocess
 import time
 import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.compose.questions import Door
 from tests.support.house import ROOT
+from tests.support.service_process import free_port
 
 COMMAND_WITHIN_S = 240.0
 HEALTHY_WITHIN_S = 240.0
@@ -152,7 +150,7 @@ class Project:
         self._compose = [*shlex.split(os.environ["PDMESH_COMPOSE_TEST"]), "-p", self.name]
         for file in (ROOT / "compose.yaml", *files):
             self._compose += ["-f", str(file)]
-        port = free_ports(4)
+        port = free_port(4)
         self._settings = {
             "PDMESH_HTTP_PORT": f"{port}-{port + 1}",
             "PDMESH_GRPC_PORT": f"{port + 2}-{port + 3}",
@@ -255,20 +253,6 @@ class Project:
             {name: int(row[names.index(name)]) for name in ("size", "nattch", "uid", "rss")}
             for row in map(str.split, filter(None, rows))
         ]
-
-
-def free_ports(number: int) -> int:
-    """Return the first of so many neighbouring ports that nobody listens on."""
-    while True:
-        first = random.randrange(20_000, 32_000)  # below the ports that clients get
-        with ExitStack() as stack:
-            try:
-                for port in range(first, first + number):
-                    one = stack.enter_context(socket.socket())
-                    one.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return first
 
 
 def get(url: str) -> tuple[int, str]:

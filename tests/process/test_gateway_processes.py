@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,28 +15,11 @@ import pytest
 
 from services.local import LocalMesh, local_mesh, plan_services, wait_for_pair
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig
+from tests.support.service_process import free_port
 
 pytestmark = pytest.mark.process
 
 LIMIT_S = 60.0
-
-
-def free_ports(count: int) -> int:
-    """Return the first of some ports in a row that were free a moment ago."""
-    while True:
-        probes = [socket.socket() for _ in range(count)]
-        try:
-            probes[0].bind(("127.0.0.1", 0))
-            first = probes[0].getsockname()[1]
-            for offset, probe in enumerate(probes[1:], 1):
-                probe.bind(("127.0.0.1", first + offset))
-        except (OSError, OverflowError):
-            continue
-        else:
-            return first
-        finally:
-            for probe in probes:
-                probe.close()
 
 
 def children_of(pid: int) -> list[int]:
@@ -131,7 +113,7 @@ async def complete(url: str) -> str:
 
 async def test_each_process_tells_its_own_metrics_at_a_port_of_its_own(tmp_path: Path) -> None:
     """The processes' second ports are always answered by one and the same of them."""
-    port = free_ports(2)
+    port = free_port(2)
     async with two_processes(tmp_path, process_port=port, with_workers=False) as mesh:
         shared = set(await incarnations(mesh.http_url, 2))
         own = [await incarnations(f"http://127.0.0.1:{port + number}", 1) for number in (0, 1)]

@@ -152,8 +152,9 @@ class ServiceProcess(asyncio.SubprocessProtocol):
                 yield ".".join(map(str, packed)), int(port, 16)
 
 
-def free_port() -> int:
-    """A port that nobody uses now, and that the system gives nobody who asks for any port.
+def free_port(count: int = 1) -> int:
+    """The first of so many ports in a row that nobody uses now, and that the system gives nobody
+    who asks for any port.
 
     Each is given once: who got one binds it later, often a second later. Of its own source: the
     tests' is seeded anew for each, so that they would draw the same ports. Each process of tests
@@ -161,10 +162,11 @@ def free_port() -> int:
     """
     process = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     while True:
-        port = _PORTS.randrange(20_000 + process % 16, 30_000, 16)
-        if port in _GIVEN:
+        first = _PORTS.randrange(20_000 + process % 16, 30_000, 16)
+        if first in _GIVEN:
             continue
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
-            _GIVEN.add(port)
-            return port
+        with contextlib.suppress(OSError), contextlib.ExitStack() as probes:
+            for port in range(first, first + count):
+                probes.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            _GIVEN.add(first)
+            return first
