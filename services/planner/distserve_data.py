@@ -122,6 +122,10 @@ class DistServeData:
         return Instance(degree, fits[degree.tp], self._capacities[model][degree])
 
     def _fits_of(self, model: str) -> dict[int, Coefficients]:
+        if not self.models:
+            raise DataError(
+                f"{self._profile} and {self._capacity_path.name} have no model in common"
+            )
         if model not in self.models:
             raise InvalidRequest(f"--model must be {' or '.join(self.models)}, not {model!r}")
         return self._fits[model]

@@ -20,7 +20,7 @@ class DataError(InvalidRequest):
 
 
 def read_text(path: Path) -> str:
-    """Return a file's text. Raises DataError."""
+    """Return a file's text, whose lines end in \\n alone. Raises DataError."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -35,7 +35,7 @@ def read_lines(path: Path, kind: type[Row], text: str | None = None) -> Iterator
     text: the file's, where it is read already: a pipe is read once. Raises DataError.
     """
     decoder = msgspec.json.Decoder(kind)
-    for line, content in enumerate((read_text(path) if text is None else text).splitlines(), 1):
+    for line, content in enumerate((read_text(path) if text is None else text).split("\n"), 1):
         if not content.strip():
             continue
         try:
@@ -78,7 +78,7 @@ def read_rows(
 
 
 def _fields(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
-    lines = csv.reader(text.splitlines())
+    lines = csv.reader(text.split("\n"))
     try:
         for fields in lines:
             yield lines.line_num, fields

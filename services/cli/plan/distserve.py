@@ -17,6 +17,7 @@ from services.cli.plan.view import (
     require_writable,
     say_how_long,
     show_tables,
+    write_output,
 )
 from services.cli.quantities import TpotFlag, TtftFlag
 from services.cli.sources import JsonFlag
@@ -48,7 +49,6 @@ from services.planner.distserve_place import Demand, Placer
 from services.sim.baselines.distserve import DistServeSim, Fidelity, Latency
 from shared.errors import InvalidRequest
 from shared.telemetry.definitions import Slo
-from shared.whole_file import write_whole
 
 
 def distserve(
@@ -116,7 +116,7 @@ def distserve(
         latencies = sim.run(given, on_progress)
     took_s = time.perf_counter() - began
     if out is not None:
-        write_whole(out, results_text(given, latencies).encode())
+        write_output("--out", out, results_text(given, latencies).encode())
         print(f"written to {out}", file=sys.stderr)
     where = f"P({prefill_degree}) D({decode_degree})" if system == "distserve" else prefill_degree
     duration_s = given[-1].at_ms / 1000

@@ -21,7 +21,7 @@ from services.cli.plan.sim_flags import GATEWAY, require_policy
 from services.cli.plan.sim_report import begin_report, seen_run, simulated_run
 from services.cli.plan.tier_flags import TierFlags, cached_line
 from services.cli.plan.times_flags import TimesFlags
-from services.cli.plan.view import progress, require_ranges, require_writable
+from services.cli.plan.view import progress, require_ranges, require_writable, write_output
 from services.cli.quantities import LinkRate, Seconds, StepSeconds, TpotFlag, TtftFlag
 from services.cli.sources import OUTPUT, JsonFlag
 from services.cli.words import plain_console, plain_table, print_json, print_lines
@@ -54,7 +54,6 @@ from shared.predict.step_time import StepFit
 from shared.predict.times import TimeModel
 from shared.runtime.service import EXIT_FAILED, EXIT_OK
 from shared.telemetry.definitions import Slo, percentile
-from shared.whole_file import write_whole
 
 _FILES: Final = Parameter(group=OUTPUT)
 
@@ -177,7 +176,7 @@ def verify(
     if source is None:
         mesh = ask_gateway(gateway)
         if keep is not None:
-            write_whole(keep, msgspec.json.format(msgspec.json.encode(mesh), indent=1))
+            write_output("--keep", keep, msgspec.json.format(msgspec.json.encode(mesh), indent=1))
         seen = seen_by_gateway(mesh, gateway.url, flags.last)
     else:
         seen = read_seen(source, flags.run, flags.last)

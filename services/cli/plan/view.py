@@ -12,11 +12,13 @@ from typing import Final
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from services.cli.flags import CannotRun
 from services.cli.interrupts import EXIT_INTERRUPTED
 from services.cli.words import plain_console, plain_table, print_json
 from services.planner.core.paper_table import PaperTable
 from shared.errors import InvalidRequest
 from shared.runtime.service import EXIT_FAILED, EXIT_OK
+from shared.whole_file import write_whole
 
 SHORT_S: Final = 45.0
 """No word is said of what takes less."""
@@ -109,6 +111,15 @@ def require_writable(flag: str, path: Path) -> None:
     ):
         if is_wrong:
             raise InvalidRequest(f"{flag} {path}: {why}")
+
+
+def write_output(flag: str, path: Path, content: bytes) -> None:
+    """Write what a command was asked to write, whole or not at all. Raises CannotRun."""
+    try:
+        write_whole(path, content)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise CannotRun(f"cannot write to {flag} {path} ({reason})") from None
 
 
 def say_how_long(num_runs: int, run_s: float, shorter: str) -> None:

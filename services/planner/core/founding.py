@@ -139,7 +139,7 @@ def _ratios() -> PaperTable:
             )
         first, gap, whole = pairs[:3]
         rows += [
-            PaperRow(f"output tokens that {workload} on {gpu} implies", "", (w - f) / g, 1)
+            PaperRow(f"output tokens that {workload} on {gpu} implies", "", (w - f) / g, 2)
             for gpu, f, g, w in zip(("A100", "H100"), first, gap, whole, strict=True)
         ]
     return PaperTable("Splitwise's table IV in the slides (Llama-70B, P50, no batching)", rows)

@@ -22,10 +22,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, NoReturn
 
 from services.sim.baselines.distserve_times import Coefficients, Degree, first_stage_ms
 from services.sim.clock import EventClock
+from shared.errors import InvalidRequest
 
 DECODE_CAP_TOKENS: Final = 50_000
 """Most sum(context + 1) of one decode batch: fixed in their worker, whatever the capacity."""
@@ -151,7 +152,8 @@ class DistServeSim:
         """Serve requests, given by time of arrival, and return what each felt.
 
         on_progress is told now and then how many have arrived. No request may be larger than a
-        batch: its capacity and DECODE_CAP_TOKENS bound it (theirs would never end).
+        batch: its capacity and DECODE_CAP_TOKENS bound it (theirs would never end). Raises
+        InvalidRequest: a step's time comes out below zero.
         """
         jobs = [_Job(arrival) for arrival in workload]
 
@@ -232,6 +234,8 @@ class DistServeSim:
         )
         if stage.is_first:
             took += first_stage_ms(num_tokens)
+        if took < 0:
+            _refuse(phase, took, f"prompts {len(batch)}, tokens {num_tokens}")
         self.num_steps += 1
         self.clock.after(took, partial(self._prefilled, stage, batch))
 
@@ -296,7 +300,18 @@ def _ring(
 def _decode_ms(stage: _Stage, batch: int, num_tokens: int) -> float:
     phase = stage.decode
     took = phase.coefficients.decode_ms(batch, num_tokens, phase.degree.pp)
-    return took + first_stage_ms(num_tokens - batch) if stage.is_first else took
+    if stage.is_first:
+        took += first_stage_ms(num_tokens - batch)
+    if took < 0:
+        _refuse(phase, took, f"sequences {batch}, tokens {num_tokens - batch}")
+    return took
+
+
+def _refuse(phase: Instance, took: float, step: str) -> NoReturn:
+    raise InvalidRequest(
+        f"the coefficients of {phase.degree} make a step ({step}) take {took:.3f} ms: "
+        "none takes less than no time"
+    )
 
 
 def _latency(job: _Job) -> Latency:

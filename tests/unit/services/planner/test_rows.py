@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.planner.rows import DataError, read_rows
+from services.planner.rows import DataError, read_lines, read_rows
 
 
 class Pair(msgspec.Struct):
@@ -22,3 +22,10 @@ def test_a_file_that_is_no_table_is_refused_by_its_line(text: str, tmp_path: Pat
     path.write_text(text)
     with pytest.raises(DataError, match=rf"{path}:\d: field larger than"):
         list(read_rows(path, Pair))
+
+
+def test_a_line_ends_where_its_line_ends(tmp_path: Path) -> None:
+    """Not at a separator within a text, which JSON may hold as it is."""
+    path = tmp_path / "lines"
+    path.write_bytes('\ufeff["a\u2028b"]\r\n\r\n["c\x85"]\r\n'.encode())
+    assert list(read_lines(path, list[str])) == [(1, ["a\u2028b"]), (3, ["c\x85"])]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,49 @@ def test_a_file_that_cannot_be_written_is_told_before_the_run(
         assert run(REFERENCE, "--out", str(out)) == 2
         assert f"--out {out}: " in (said := capsys.readouterr().err)
         assert why in said
+
+
+def test_a_file_that_could_not_be_written_after_all_is_told_by_its_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on a full disk: not by the name of what would have become it, and nothing is left."""
+    out = tmp_path / ("x" * 250)  # which leaves no room for the other's name
+    assert run(REFERENCE, "--out", str(out)) == 1
+    assert f"pdmesh: cannot write to --out {out} (file name too long)\n" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+PROFILE = "ref_distserve_profile_a100_80g_distserve.json"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('"facebook/opt-', '"facebook/other-', "have no model in common"),
+        ("14.742973695171262,", "", PROFILE),
+        ('"prefill"', '"prefil"', PROFILE),
+        ("14.742973695171262", '"x"', PROFILE),
+        ("14.742973695171262", "-1e3", "tp2,pp1 make a step (prompts 1, tokens 374) take -9"),
+        (
+            "19.934702624895458",
+            "-1e3",
+            "tp1,pp1 make a step (sequences 1, tokens 374) take -9",
+        ),
+    ],
+)
+def test_coefficients_that_cannot_be_say_so(
+    old: str, new: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In one line, and nothing is written."""
+    shutil.copytree(DATA, tmp_path, dirs_exist_ok=True)
+    text = (DATA / PROFILE).read_text()
+    assert old in text
+    (tmp_path / PROFILE).write_text(text.replace(old, new))
+    out = tmp_path / "out.csv"
+    assert run(REFERENCE, "--out", str(out), data=tmp_path) == 2
+    assert said in (error := capsys.readouterr().err)
+    assert error.count("\n") == 1
+    assert not out.exists()
 
 
 def place(*flags: str) -> int:
