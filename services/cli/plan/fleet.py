@@ -211,7 +211,7 @@ def _search(
     found: _Found,
 ) -> None:
     search, budget = found.search, fleet_flags.budget
-    requests = flags.requests(units)
+    requests = flags.requests_told(units)
     largest = max(offers, key=lambda one: one.bound).shape
     run_s = flags.trial_s(largest, requests)
     if budget is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
@@ -198,6 +199,19 @@ class SimFlags:
         """Return the requests with tokens: equal block ids are equal tokens, the rest is each
         one's own. Raises InvalidRequest."""
         return _Requests(self.workload_of(units))
+
+    def requests_told(self, units: Sequence[Unit]) -> Sequence[SimRequest]:
+        """Return the requests, and say on stderr if some were cut. Raises InvalidRequest."""
+        workload = self.workload_of(units)
+        if workload.num_cut:
+            longest = max(ask.num_input + ask.num_output for ask in workload.asks)
+            print(
+                f"pdmesh: {workload.num_cut} of {len(workload.asks)} requests are longer than a "
+                f"worker holds, and were cut to {longest:,} tokens: more --kv-tokens, or smaller "
+                "--scale-lengths",
+                file=sys.stderr,
+            )
+        return _Requests(workload)
 
     def lengths(self, units: Sequence[Unit]) -> list[AskedLengths]:
         """Return the lengths of the requests, with what of each prompt came before."""

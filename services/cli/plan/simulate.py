@@ -126,7 +126,7 @@ def study(
     rows = begin_report(output, beside)
     units = list(dict.fromkeys(part.unit for shape in shapes for part in shape.parts))
     impossible = flags.impossible(units)
-    requests = flags.requests(units)
+    requests = flags.requests_told(units)
     num = len(shapes) * (len(RATES) if output is not None and kind.draw is None else 1)
     num += num_runs(shapes[0], has_runner_up=kind.is_one) if what_if else 0
     run_s = max(flags.trial_s(shape, requests) for shape in shapes[:4])

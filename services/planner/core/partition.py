@@ -134,6 +134,6 @@ def pope_tables() -> list[PaperTable]:
         PaperTable(
             "Pope et al., section 3: layouts of the feed-forward layer",
             [*shares, *best],
-            ["2D beats 1D where sqrt(n) > F/E, from n = 16 on with F = 4E"],
+            ["2D beats 1D where sqrt(n) > F/E: with F = 4E beyond 16 chips, which are a draw"],
         ),
     ]

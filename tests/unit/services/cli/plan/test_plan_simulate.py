@@ -50,6 +50,22 @@ def test_a_run_says_what_was_felt(capsys: pytest.CaptureFixture[str]) -> None:
     assert told(capsys, "1D+1M", "--policy", "splitwise")["warnings"] == []
 
 
+@pytest.mark.parametrize("plan", ["simulate 1M", "compare 1M 2M", "map 2", "fleet --max-devices 1"])
+def test_requests_that_were_cut_are_told(
+    plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What no worker holds is simulated shorter, which is another load than was asked for."""
+    trace = tmp_path / "trace.csv"
+    lines = [f"2023-11-16 18:15:4{idx}.68,{num},2\n" for idx, num in enumerate((100, 99999))]
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(lines))
+    flags = ["--workload", str(trace), "--no-what-if", "--kv-tokens"]
+    main(["plan", *plan.split(), *flags, "2000"])
+    cut = "pdmesh: 1 of 2 requests are longer than a worker holds, and were cut to 1,750 tokens: "
+    assert capsys.readouterr().err.count(cut) == 1
+    main(["plan", *plan.split(), *flags, "200000"])
+    assert "cut" not in capsys.readouterr().err
+
+
 def test_tiers_below_pools_have_the_flags_of_a_worker(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
