@@ -31,6 +31,7 @@ from bench.engine import model
 from bench.peers import PEERS, installed
 from bench.plots import Panel, Pictures, Spread, save
 from bench.record import PROJECT, Record, ratios, spread
+from shared.engine.memory import huge_pages
 from shared.engine.native import build, library
 
 HERE = Path(__file__).parent
@@ -224,8 +225,9 @@ def measure_linears(record: Record, size: str, threads: int, repetitions: int) -
         calls: list[Callable[[], object]] = []
         for rows, k in shapes:
             product = kernels.product(torch.randn(rows, k, dtype=torch.bfloat16))
-            x = torch.randn(tokens, k, dtype=torch.bfloat16)
-            calls.append(lambda product=product, x=x: product(x))
+            x, out = (huge_pages.tensor((tokens, it), torch.bfloat16) for it in (k, rows))
+            x.normal_()
+            calls.append(lambda product=product, x=x, out=out: product(x, out))
         flops = 2 * tokens * sum(rows * k for rows, k in shapes)
         ours, limit = [], []
         for _ in range(repetitions + 1):

@@ -1,5 +1,4 @@
-/* Mock pair of pdmesh workers: speaks the sessions of Prefill and Decode (gRPC over HTTP/2, proto/)
- * without a model.
+/* Mock pair of pdmesh workers: speaks Worker.Session (gRPC over HTTP/2, proto/) without a model.
  *
  *   mesh PREFILL_PORT DECODE_PORT PREFILL_INCARNATION DECODE_INCARNATION WORDS STEP_MS
  *
@@ -138,7 +137,7 @@ static Stream read_order(const unsigned char *at, const unsigned char *end) {
     const unsigned char *data, *inner;
     for (int field; (field = next_field(&at, end, &value, &data));) {
         if (field == 1) stream.id = (uint32_t)value;
-        if (field != 6) continue;
+        if (field != 7) continue; /* sampling */
         const unsigned char *inner_end = data + value;
         for (inner = data; (field = next_field(&inner, inner_end, &value, &data));) {
             if (field == 1) stream.max_tokens = (uint32_t)value;
@@ -170,11 +169,11 @@ static void prefill(Conn *conn, Stream stream) {
 
 static void join(Conn *conn, Stream stream) {
     unsigned char event[128];
-    put_event(conn, 3, event, put_uint(event, 1, stream.id));
+    put_event(conn, 5, event, put_uint(event, 1, stream.id));
     size_t size = put_uint(event, 1, stream.id);
     size += put_fixed64(event + size, 2, 4096);
     size += put_bytes(event + size, 5, "mock", 4);
-    put_event(conn, 4, event, size);
+    put_event(conn, 6, event, size);
     if (conn->num_streams == conn->room) {
         conn->room = conn->room ? 2 * conn->room : 64;
         conn->streams = realloc(conn->streams, (size_t)conn->room * sizeof *conn->streams);
@@ -213,7 +212,7 @@ static void step(Conn *conn) {
         event.to += put_bytes(reserve(&event, size + 16), i + 1, columns[i].data + columns[i].from, size);
         columns[i].from = columns[i].to;
     }
-    put_event(conn, 5, event.data + event.from, event.to - event.from);
+    put_event(conn, 7, event.data + event.from, event.to - event.from);
     event.from = event.to;
 }
 

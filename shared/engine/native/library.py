@@ -19,6 +19,7 @@ import structlog
 import torch
 
 from shared.cache_folder import cache_folder
+from shared.engine.memory import huge_pages
 from shared.engine.native import build
 
 _log = structlog.get_logger(__name__)
@@ -162,19 +163,23 @@ class Library:
         self._handle.pd_pack(packed, c_int64(len(jobs)), c_int64(torch.get_num_threads()))
         return list(packed)
 
-    def product(self, matrix: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Pack one matrix ``[n, k]`` and return ``x -> x @ matrix.T``, for measurements and tests;
-        x: ``[count, k]``."""
+    def product(self, matrix: torch.Tensor) -> Callable[..., torch.Tensor]:
+        """Pack one matrix ``[n, k]`` and return ``(x, out) -> x @ matrix.T``, for measurements and
+        tests; x: ``[count, k]``. Memory is as a model's (``NativeForward``) where ``out`` is given:
+        else the kernel's zeroing of new pages is measured, too."""
         rows, k = matrix.shape
-        panels = torch.zeros(-(-rows // PANEL) * PANEL * k, dtype=self.dtype)
+        panels = huge_pages.tensor((-(-rows // PANEL) * PANEL * k,), self.dtype)
         job = PackJob(
             matrix=matrix.data_ptr(), rows=rows, k=k, panels=panels.data_ptr(), width=PANEL
         )
         self.pack([job])
         weights = LinearStruct(panels=panels.data_ptr(), bias=None, n=rows, k=k)
 
-        def product(x: torch.Tensor, _keep: torch.Tensor = panels) -> torch.Tensor:
-            out = torch.empty(x.shape[0], rows, dtype=self.dtype)
+        def product(
+            x: torch.Tensor, out: torch.Tensor | None = None, _keep: torch.Tensor = panels
+        ) -> torch.Tensor:
+            if out is None:
+                out = torch.empty(x.shape[0], rows, dtype=self.dtype)
             self._handle.pd_linear(
                 byref(weights),
                 c_void_p(x.data_ptr()),
