@@ -160,7 +160,7 @@ def free_port(count: int = 1) -> int:
     tests' is seeded anew for each, so that they would draw the same ports. Each process of tests
     that run side by side has ports of its own.
     """
-    process = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    process = int(os.environ.get("PYTEST_XDIST_WORKER", "gw15").removeprefix("gw"))
     while True:
         first = _PORTS.randrange(20_000 + process % 16, 30_000, 16)
         if first in _GIVEN:
