@@ -55,6 +55,8 @@ def read_rows(
     """
     columns = msgspec.structs.fields(kind)
     names = [column.encode_name for column in columns]
+    types = cast("msgspec.inspect.StructType", msgspec.inspect.type_info(kind)).fields
+    whole = {it.encode_name for it in types if isinstance(it.type, msgspec.inspect.IntType)}
     lines = _fields(path, read_text(path) if text is None else text)
     _, first = next(lines, (1, cast("list[str]", [])))
     head = [name.strip() for name in first]
@@ -71,6 +73,8 @@ def read_rows(
         if len(fields) != len(head):
             raise DataError(f"{path}:{line}: {len(fields)} columns, not {len(head)}")
         own = {name: it.strip() for name, it in zip(head, fields, strict=True) if it.strip()}
+        for name in whole & own.keys():  # pandas writes 1024.0 where a column has gaps
+            own[name] = own[name].removesuffix(".0")
         try:
             yield line, msgspec.convert(own, kind, strict=False)
         except msgspec.ValidationError as error:

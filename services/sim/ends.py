@@ -54,7 +54,7 @@ class KvEnds:
             random_bytes=random_bytes,
             window=size.num_slots // 2,
         )
-        # A frame has one layer: of a simulated model that is a group of layers (``LAYER_GROUPS``).
+        # By default a frame has one layer: of a simulated model a group of them (``LAYER_GROUPS``).
         self._rule = FrameRule(
             layout=layout, group_bytes=size.group_bytes, max_frame_bytes=size.frame_bytes
         )

@@ -47,6 +47,7 @@ class SlotQueue(Generic[Transfer]):
         self.discard(transfer.key)
         self._num_wishes += 1
         self._places[transfer.key] = line, self._num_wishes
+        # Ordered: a dict's front gets slow to find when it is taken again and again.
         self._lines.setdefault(line, OrderedDict())[transfer.key] = transfer
 
     def discard(self, key: TransferKey) -> None:

@@ -225,23 +225,22 @@ class Door:
             # A gateway adds to a report those of its own orders that it has not seen
             # (services/gateway/core/worker.py).
             session.seen = StreamId(order.stream_id)
-            self.take(session, order)
+            self._take(session, order)
         elif command.cancel is not None:
-            self.cancel(session, StreamId(command.cancel.stream_id))
+            # It may be over already.
+            if request := session.requests.get(StreamId(command.cancel.stream_id)):
+                self._requests.cancel(request)
         else:
             raise RemoteProtocolError("a command of no known kind")
 
-    def take(self, session: GatewaySession, order: wire.WorkOrder) -> None:
+    def _take(self, session: GatewaySession, order: wire.WorkOrder) -> None:
         """Raises RemoteProtocolError: end the session."""
         stream_id = StreamId(order.stream_id)
         if stream_id in session.requests:
             # Ends the session: under this id a failure would be the other request's.
             raise RemoteProtocolError("a stream_id is used once", param="stream_id")
         try:
-            checked = codec.order_from_wire(order)
-            task = Task.WHOLE if checked.peer == self.incarnation else Task.ANSWER
-            if order.role == wire.Role.PREFILL:
-                task = Task.PROMPT
+            checked, task = codec.order_from_wire(order), self._task_of(order)
             # Token 1 of an answer, with its prompt's logprobs, is sent where the prompt is
             # computed.
             if task is not Task.ANSWER:
@@ -254,11 +253,14 @@ class Door:
         if request is not None:
             session.requests[stream_id] = request
 
-    def cancel(self, session: GatewaySession, stream_id: StreamId) -> None:
-        """An order is taken back; it may be over already."""
-        request = session.requests.get(stream_id)
-        if request is not None:
-            self._requests.cancel(request)
+    def _task_of(self, order: wire.WorkOrder) -> Task:
+        if order.role == wire.Role.PREFILL:
+            return Task.PROMPT
+        if order.role != wire.Role.DECODE:
+            raise RemoteProtocolError("an order is for one of a worker's roles", param="role")
+        if not order.peer_incarnation:
+            raise RemoteProtocolError("somebody computes the prompt", param="peer_incarnation")
+        return Task.WHOLE if order.peer_incarnation == self.incarnation else Task.ANSWER
 
     def _closed(self, session: GatewaySession, *, is_silent: bool) -> None:
         # To the worker at the other end of a push this is an error: its own session may live on.

@@ -26,6 +26,8 @@ from shared.errors import (
     WorkerLost,
 )
 from shared.ids import Incarnation
+from shared.messages import codec
+from shared.messages.columns import pack_u32
 from shared.request import SamplingParams
 from tests.support.fake_gateway import FakeRequest
 from tests.support.loopback import LoopbackSettings
@@ -440,6 +442,32 @@ async def test_an_order_of_a_role_that_a_worker_does_not_have_fails_alone() -> N
         with pytest.raises(RemoteProtocolError, match="computes no prompts"):
             await request.finished()
         assert mesh.gateway.sessions[decode].is_open
+
+
+@pytest.mark.parametrize(
+    ("role", "param"),
+    [(wire.Role.UNSPECIFIED, "role"), (wire.Role.GATEWAY, "role"), (wire.Role.DECODE, "peer")],
+)
+@virtual_time
+async def test_an_order_for_nobody_fails_alone(role: wire.Role, param: str) -> None:
+    """It names no role of a worker, or, for an answer, nobody who computes its prompt."""
+    async with worker_mesh() as mesh:
+        request = mesh.start(a_prompt(10), 4, legs="")
+        order = wire.WorkOrder(
+            stream_id=request.stream_id,
+            role=role,
+            request_id=b"r" * 16,
+            lease_token=b"t" * 16,
+            token_ids=pack_u32(a_prompt(10)),
+            num_prompt_tokens=10,
+            sampling=codec.sampling_to_wire(SamplingParams(max_tokens=4)),
+            wait_s=1.0,
+        )
+        mesh.gateway.sessions[request.decode].send(wire.WorkerCommand(order=order))
+        with pytest.raises(RemoteProtocolError) as told:
+            await request.finished()
+        assert told.value.param.startswith(param)
+        assert mesh.gateway.sessions[request.decode].is_open
 
 
 @virtual_time

@@ -24,6 +24,16 @@ def test_a_file_that_is_no_table_is_refused_by_its_line(text: str, tmp_path: Pat
         list(read_rows(path, Pair))
 
 
+def test_a_whole_number_may_be_written_with_a_point(tmp_path: Path) -> None:
+    """As pandas writes those of a column that has gaps; half a token is none."""
+    path = tmp_path / "pairs.csv"
+    path.write_text("a,b\n1024.0,2\n")
+    assert list(read_rows(path, Pair)) == [(2, Pair(1024, 2))]
+    path.write_text("a,b\n1024.5,2\n")
+    with pytest.raises(DataError, match=rf"{path}:2: .*`\$.a`"):
+        list(read_rows(path, Pair))
+
+
 def test_a_line_ends_where_its_line_ends(tmp_path: Path) -> None:
     """Not at a separator within a text, which JSON may hold as it is."""
     path = tmp_path / "lines"
