@@ -9,17 +9,21 @@ from typing import Any
 import pytest
 
 from shared import wire
-from shared.errors import WorkerLost
+from shared.errors import MeshError, WorkerLost
 from shared.home import Role
 from shared.http2.connection import ConnectionLimits
-from shared.ids import Incarnation, StreamId
+from shared.ids import Incarnation
 from shared.liveness import LivenessRule
 from shared.messages import codec
+from shared.messages.columns import pack_u32
+from shared.request import SamplingParams
 from shared.rpc.methods import WORKER_SESSION
 from shared.rpc.stream import ClientStream, open_stream
 from shared.rpc.tcp import TcpNetwork
+from shared.transfer.orders import Order
+from shared.worker.core.life import Task
 from shared.worker.door import Door, GatewaySession
-from tests.support.echo_service import ANY_PORT, granted, reserve
+from tests.support.echo_service import ANY_PORT, granted
 from tests.support.memory_network import MemoryNetwork
 from tests.support.virtual_loop import virtual_time
 
@@ -30,21 +34,40 @@ class Host(Door):
     """A worker that does nothing but keep its sessions: ``until`` something has come of them."""
 
     def __init__(self, rule: LivenessRule) -> None:
-        nobody: Any = None
-        super().__init__(nobody, Role.DECODE, Incarnation(9), on_silent=lambda _: None, rule=rule)
+        requests: Any = self
+        super().__init__(requests, Role.DECODE, Incarnation(9), on_silent=lambda _: None, rule=rule)
         self.num_commands = 0
 
     async def until(self, condition: Callable[[], object]) -> None:
         while not condition():
             await asyncio.sleep(0.001)
 
-    def take(self, session: GatewaySession, order: wire.WorkOrder) -> None:
-        del session, order
+    def take(self, task: Task, order: Order, session: GatewaySession) -> Order:
+        """What ``Requests`` does with an order."""
+        del task, session
+        self.num_commands += 1
+        return order
+
+    def cancel(self, request: Order, error: MeshError | None = None) -> None:
+        """What ``Requests`` does with one that is taken back."""
+        del request, error
         self.num_commands += 1
 
-    def cancel(self, session: GatewaySession, stream_id: StreamId) -> None:
-        del session, stream_id
-        self.num_commands += 1
+
+def reserve(stream_id: int) -> wire.WorkerCommand:
+    """Return an order for the answer to a prompt of one token."""
+    order = wire.WorkOrder(
+        stream_id=stream_id,
+        role=wire.Role.DECODE,
+        peer_incarnation=5,
+        request_id=b"r" * 16,
+        lease_token=b"t" * 16,
+        token_ids=pack_u32([1]),
+        num_prompt_tokens=1,
+        sampling=codec.sampling_to_wire(SamplingParams(max_tokens=4)),
+        wait_s=1.0,
+    )
+    return wire.WorkerCommand(order=order)
 
 
 PATIENT = LivenessRule(interval_s=5.0, suspect_after_s=10.0, dead_after_s=20.0)
@@ -113,7 +136,7 @@ async def test_the_last_order_that_the_host_has_heard_of_is_told() -> None:
             await shake_hands(stream)
             (session,) = host.sessions
             gateway = session.gateway
-            cancel = wire.WorkerCommand(cancel=wire.CancelOrder(stream_id=9))
+            cancel = wire.WorkerCommand(cancel=wire.CancelOrder(stream_id=8))
             for command, seen in ((reserve(3), 3), (reserve(8), 8), (cancel, 8)):
                 num_before = host.num_commands
                 await stream.send(command)
