@@ -35,9 +35,6 @@ from shared.telemetry.definitions import Slo, attainment, percentile
 TBT_TARGET_S = 0.05
 """What mixed workers keep steps to beside answers, if nobody says otherwise (shared/config.py)."""
 
-_ROLES = {"P": ("prefill", False), "D": ("decode", False), "M": ("decode", True)}
-"""Of each kind: the role with which it joins, and whether it is mixed."""
-
 
 @dataclass(frozen=True, slots=True)
 class UnitModel:
@@ -64,7 +61,8 @@ class MeshSetting:
     """All of a simulated mesh but its workers. unit: what devices make of one worker; size: what
     else it is, without blocks and budget. token_budget: 0 = as workers decide it. wire_s: how long
     a message is under way. is_exact: every step is an event, equal ones are not skipped. overload:
-    the gateway's own; with it each request names the limits as its own."""
+    the gateway's own; with it each request names the limits as its own. borrowed: kinds of workers
+    that serve both roles, if the policy borrows them."""
 
     unit: Callable[[Unit], UnitModel]
     kv: KvShape
@@ -77,6 +75,7 @@ class MeshSetting:
     is_exact: bool = False
     gateway: GatewayLimits = EVERYBODY
     overload: str = "off"
+    borrowed: str = "M"
 
 
 class CachedTokens(NamedTuple):
@@ -184,8 +183,8 @@ def _mesh(
     mesh.overload.mode = OverloadMode(setting.overload)
     workers: list[tuple[MeshPart, CoreWorker]] = []
     for part, size in zip(shape.parts, sizes, strict=True):
-        role, is_mixed = _ROLES[part.kind]
-        serves_both = is_mixed and mesh.policy.moves_roles
+        role = "prefill" if part.kind == "P" else "decode"
+        serves_both = mesh.policy.moves_roles and part.kind in setting.borrowed
         times = setting.unit(part.unit).times
         if size.num_stages > 1:
             times = ScaledTimes(times, 1 / size.num_stages)
@@ -194,7 +193,7 @@ def _mesh(
             core = mesh.start(
                 role,
                 serves_both=serves_both,
-                is_colocated=is_mixed and not serves_both,
+                is_colocated=part.kind == "M" and not serves_both,
                 engine=engine,
                 size=size,
             )

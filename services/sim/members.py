@@ -123,7 +123,7 @@ class Members(ABC):
     ) -> CoreWorker:
         """A new worker joins, and is paired with all that it may push to or take from. engine,
         size: None = as every worker's. is_colocated: it computes whole requests and is its own
-        prefill worker; a decode worker that serves both roles does so, too, and moves."""
+        prefill worker; one that serves both roles does so, too, and moves."""
         size, is_mixed = size or self._size, is_colocated or serves_both
         core = CoreWorker(
             1 + len(self.members),
@@ -134,7 +134,7 @@ class Members(ABC):
             self._tell,
             size=size,
             pushes=role == "prefill" or serves_both,
-            is_mixed=is_colocated or (role == "decode" and serves_both),
+            is_mixed=is_mixed,
             skips=self._skips,
         )
         if self.router.prefixes is not None or size.tiers:  # else nobody ever asks what is cached

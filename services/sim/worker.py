@@ -128,7 +128,8 @@ class CoreWorker:
         now, key = self.clock.now, order.key
         life = Life(task, has_push=task is Task.PROMPT and order.peer is not None)
         job = self.jobs[key, slot_of(task)] = SimJob(order, life, now)
-        self._count(task, 1)
+        self.num_prompts += life.is_prompt
+        self.num_answers += task in (Task.ANSWER, Task.WHOLE)
         if task in (Task.ANSWER, Task.PREFIX):
             assert order.peer is not None
             job.lease, effects = self.leases.reserve(
@@ -157,18 +158,16 @@ class CoreWorker:
         if (job := self.jobs.get((key, slot_of(task)))) is not None:
             self.handle(job, LifeEvent.CANCELLED)
 
-    def _count(self, task: Task, times: int) -> None:
-        self.num_prompts += times * (task is Task.PROMPT)
-        self.num_answers += times * (task in (Task.ANSWER, Task.WHOLE))
-
     def taker(self, key: TransferKey) -> SimJob:
         """Return who takes the KV of this transfer, which has begun."""
         return self.jobs[key, Task.ANSWER]
 
     def handle(self, job: SimJob, event: LifeEvent, error: MeshError | None = None) -> None:
         self.catch_up()
-        key = job.order.key
-        for effect in job.life.handle(event, error):
+        key, was_prompt = job.order.key, job.life.is_prompt
+        effects = job.life.handle(event, error)
+        self.num_prompts += job.life.is_prompt - was_prompt
+        for effect in effects:
             match effect:
                 case lives.ReportFailed(why):
                     if job.life.task is Task.PREFIX:
@@ -195,7 +194,7 @@ class CoreWorker:
     def _close(self, job: SimJob) -> None:
         task = job.life.task
         del self.jobs[job.order.key, slot_of(task)]
-        self._count(task, -1)
+        self.num_answers -= task in (Task.ANSWER, Task.WHOLE)
         if task is Task.PREFIX:
             self.ends.fetch_ended(job.order.key)
         if job.sequence is not None:

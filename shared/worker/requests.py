@@ -488,9 +488,7 @@ class Requests:
     def num_prompts(self) -> int:
         """Prompts for other workers that hold something, and whole requests whose prompt is not
         computed yet."""
-        begins = (LifeState.QUEUED, LifeState.COMPUTING)
-        whole = sum(it.life.state in begins for it in self._answers.values())
-        return len(self._prompts) + whole
+        return len(self._prompts) + sum(it.life.is_prompt for it in self._answers.values())
 
     @property
     def num_answers(self) -> int:

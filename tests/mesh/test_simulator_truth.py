@@ -14,6 +14,7 @@ from tests.support.sim_truth import (
     Case,
     Outcome,
     drawn_case,
+    drawn_mixture,
     drawn_tiers,
     on_the_mesh,
     simulated,
@@ -66,6 +67,12 @@ def test_a_full_gateway_refuses_the_same_requests(seed: int) -> None:
     assert "" in {it.finish for it in judge(case).felt}
 
 
+@pytest.mark.parametrize("seed", few(range(12), 0, 1))
+def test_workers_that_do_both_and_roles_that_move(seed: int) -> None:
+    """Pools are what workers hold, homes change under way, and policies of all kinds see it."""
+    judge(drawn_mixture(drawn_case(seed, num_requests=80)))
+
+
 def test_first_tokens_of_one_step_let_others_in_behind_them() -> None:
     """Three prompts end together on a worker beside one that does both: all three are counted
     before it is seen who has room for those that waited for them."""
@@ -79,6 +86,24 @@ def test_first_tokens_of_one_step_let_others_in_behind_them() -> None:
             num_roots=5,
             most_output=120,
             max_pending_tokens=500,
+        )
+    )
+
+
+def test_a_whole_request_is_a_prompt_until_that_is_computed() -> None:
+    """A worker at home with tokens that takes one whole is mixed until then."""
+    judge(
+        Case(
+            *(3, 2, 1, 0, "splitwise"),
+            num_requests=60,
+            num_blocks=300,
+            rate=150.0,
+            num_shared=512,
+            num_roots=4,
+            most_output=120,
+            wire_s=0.00046,
+            link_s=0.0009,
+            movable=("decode",),
         )
     )
 
@@ -108,3 +133,10 @@ def test_many_seeds_with_tiers_below(seed: int, has_disk: bool) -> None:
 def test_three_hundred_seeds_of_two_hundred_requests(seed: int) -> None:
     """The same, at length."""
     judge(drawn_case(seed, num_requests=200))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(200))
+def test_many_seeds_of_roles_that_move(seed: int) -> None:
+    """The same, at length."""
+    judge(drawn_mixture(drawn_case(seed, num_requests=200)))

@@ -32,12 +32,13 @@ def recent(
     slower: float = 1.0,
     batch_tokens: int = 0,
     max_running: int = 256,
+    moves: bool = False,
     **facts: Any,
 ) -> dict[str, Any]:
     """What a gateway tells after ``num`` requests at an even rate, every third of which begins as
     the one before it. slower: factor of what workers really took beside what they report.
     batch_tokens: up to so many, prompts share a step, 0 = as many as it holds. max_running: most
-    sequences of a step."""
+    sequences of a step. moves: prefill and decode workers may be either, and are borrowed."""
     prompts: list[tuple[int, ...]] = []
     for number in range(num):
         own = (1000 + number,) * (200 + 7 * (number % 30))
@@ -45,19 +46,20 @@ def recent(
     requests = [
         SimRequest(number / rate, prompt, 5 + number % 20) for number, prompt in enumerate(prompts)
     ]
-    answers = _run(mesh, requests, slower, batch_tokens, max_running)
+    answers = _run(mesh, requests, slower, batch_tokens, max_running, moves=moves)
     shape = read_mesh(mesh)
     kinds = [KINDS[part.kind] for part in shape.parts for _ in range(part.num)]
     return {
         "version": "1",
         "now_s": round(AGE_S + requests[-1].at_s + 30.0, 6),
         "model": "m",
-        "policy": "least_loaded",
+        "policy": "splitwise" if moves else "least_loaded",
         "decides": True,
         "handover_s": {"pair": 2 * WIRE_S, "colocated": 2 * WIRE_S},
         "link_bytes_s": 1e9,
         "workers": [
-            _worker(number, kind, batch_tokens, max_running) for number, kind in enumerate(kinds, 1)
+            {**_worker(number, kind, batch_tokens, max_running), "moves": moves}
+            for number, kind in enumerate(kinds, 1)
         ],
         "requests": [
             _request(number, answer, request)
@@ -73,6 +75,8 @@ def _run(
     slower: float,
     batch_tokens: int,
     max_running: int,
+    *,
+    moves: bool,
 ) -> Sequence[SimAnswer]:
     prompts, answers = (
         StepFit(*(value * slower for value in fit[:3]), fit.num_steps)
@@ -86,9 +90,10 @@ def _run(
         kv=kv_of_bytes("m", TOKEN_BYTES),
         slo=Slo(1.0, 0.1),
         target=1.0,
-        policy="least_loaded",
+        policy="splitwise" if moves else "least_loaded",
+        borrowed="PD" if moves else "M",
         size=WorkerSize(max_running=max_running, link_bytes_s=1e9, batch_tokens=batch_tokens),
-        token_budget=0 if "M" in mesh else 2048,
+        token_budget=0 if moves or "M" in mesh else 2048,
         wire_s=WIRE_S,
     )
     return run_mesh(setting, read_mesh(mesh), requests, 1.0).answers

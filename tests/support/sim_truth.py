@@ -8,7 +8,7 @@ import contextlib
 import random
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -20,6 +20,8 @@ from services.sim.open_loop import SimRequest, run_open_loop
 from services.sim.orders import TierSize, WorkerSize
 from shared.config import STEP_TOKENS
 from shared.engine.fake import FakeModel, FakeTiming
+from shared.errors import InvalidRequest
+from shared.home import Role
 from shared.ids import Incarnation
 from shared.kv.journal import Tier
 from shared.kv.tiers import CachePolicy
@@ -33,21 +35,16 @@ from tests.support.core_mesh import simulated_mesh
 from tests.support.loopback import LoopbackSettings
 from tests.support.timed_tiers import take_time
 from tests.support.virtual_loop import run_virtual
-from tests.support.whole_mesh import whole_mesh
+from tests.support.whole_mesh import WholeMesh, whole_mesh
 
 MODEL = FakeModel(max_model_len=2048)
 TIMING = FakeTiming()
-TIMES = AffineTimes(
-    base_s=TIMING.base_s,
-    prompt_token_s=TIMING.prefill_token_s,
-    decode_row_s=TIMING.decode_row_s,
-    context_token_s=TIMING.context_token_s,
-)
 BLOCK_BYTES = 16 * MODEL.layout.token_bytes
 MAX_RUNNING = 64
 STAGING_MIB, MIB = 128, 1 << 20
 MAX_WAIT_S = 2.0
-SETTLED_S = 1.0
+SETTLED_S = 3.0
+"""Until every worker has reported again: since then what it sends is under way for ``wire_s``."""
 
 
 class Felt(NamedTuple):
@@ -84,6 +81,15 @@ class Outcome(NamedTuple):
     tiers: list[TierLedger]
 
 
+class Move(NamedTuple):
+    """A movable worker, numbered from 0, is ordered to another home, so long after the first
+    request."""
+
+    at_s: float
+    worker: int
+    home: str
+
+
 @dataclass(frozen=True)
 class Case:
     """A mesh and a load. prompt_blocks: of workers that compute prompts, 0 = as all. num_shared:
@@ -92,7 +98,9 @@ class Case:
     there. max_pending_tokens: of the gateway. wire_s, link_s: how long what is sent is under way to
     or from the gateway, and between workers: of what happens in one instant nobody knows the order.
     batch_tokens: of workers, 0 = a whole step's. dram_slots, ssd_slots: blocks below the pool, 0 =
-    no such tier; dram_block_s, ssd_block_s: how long each is copied."""
+    no such tier; dram_block_s, ssd_block_s: how long each is copied. movable: workers that may be
+    either, by the role with which they join; moves: other homes for them, one after the other.
+    slowness: of steps; 1 = times are round, and may end when a report is due."""
 
     seed: int
     num_prefill: int
@@ -116,6 +124,14 @@ class Case:
     dram_block_s: float = 0.0
     ssd_block_s: float = 0.0
     cache_policy: str = "lru"
+    movable: tuple[str, ...] = ()
+    moves: tuple[Move, ...] = ()
+    slowness: float = 1.0
+
+    @property
+    def timing(self) -> FakeTiming:
+        """Of a step."""
+        return FakeTiming(**{name: it * self.slowness for name, it in asdict(TIMING).items()})
 
     @property
     def tiers(self) -> list[tuple[Tier, int, float]]:
@@ -169,6 +185,32 @@ def drawn_case(seed: int, num_requests: int) -> Case:
         max_pending_tokens=rng.choice([8192, 500]),
         wire_s=rng.uniform(1e-4, 2e-3),
         link_s=rng.uniform(1e-5, 1e-3),
+    )
+
+
+def drawn_mixture(case: Case) -> Case:
+    """Return the same with colocated workers, or such as may be either and change their home,
+    beside the others; also by the policy that borrows workers."""
+    rng = random.Random(f"mixture {case.seed}")
+    num_mixed, num_movable = rng.choice([(1, 0), (2, 0), (0, 1), (0, 2), (0, 3), (1, 1), (1, 2)])
+    movable = rng.choices(["prefill", "decode"], k=num_movable)
+    moves, at_s = list[Move](), 0.0
+    while num_movable and at_s < case.num_requests / case.rate:
+        at_s += rng.uniform(0.2, 0.8)
+        moves.append(Move(at_s, rng.randrange(num_movable), rng.choice(["prompt", "token"])))
+    return replace(
+        case,
+        num_prefill=rng.choice([1, 2, 3]),
+        num_decode=rng.choice([1, 2]),
+        num_mixed=num_mixed,
+        movable=tuple(movable),
+        moves=tuple(moves),
+        slowness=rng.uniform(0.9, 1.1),
+        policy=rng.choice([*POLICIES, "splitwise", "splitwise"]),
+        num_roots=rng.choice([1, 4]),
+        num_shared=rng.choice([0, 256, 512]),
+        num_blocks=rng.choice([2000, 300, 200]),
+        most_output=rng.choice([4, 40, 120]),
     )
 
 
@@ -261,7 +303,7 @@ def on_the_mesh(case: Case) -> Truth:
             num_decode=case.num_decode,
             num_blocks=case.num_blocks,
             model=MODEL,
-            timing=TIMING,
+            timing=case.timing,
             seed=case.seed,
             gateway={
                 "policy": case.policy,
@@ -273,15 +315,24 @@ def on_the_mesh(case: Case) -> Truth:
             prefill={**both, **prompts},
             decode=both,
         ) as mesh:
-            for _ in range(case.num_mixed):
+            first = [*mesh.workers]
+            colocated = [
                 await mesh.start_worker("decode", colocated=True, **both, **prompts)
+                for _ in range(case.num_mixed)
+            ]
+            movable = [
+                await mesh.start_worker(role, movable=True, **{**both, **prompts})
+                for role in case.movable
+            ]
+            joined = [*first, *colocated, *movable]
             await mesh.ready()
+            await make_pairs(mesh)
             mesh.fabric.settings = LoopbackSettings(latency_s=case.link_s, eager_bytes=1 << 30)
             mesh.network.fabric.latency = case.latency
             loop = asyncio.get_running_loop()
             await asyncio.sleep(SETTLED_S)
             start = loop.time()
-            levels = [level for it in mesh.workers for level in levels_of(it.worker)]
+            levels = [level for it in joined for level in levels_of(it.worker)]
             told = [recorded(level) for level in levels]
             for level in levels:
                 is_disk = level.kind is Tier.SSD
@@ -297,12 +348,20 @@ def on_the_mesh(case: Case) -> Truth:
                 name = "" if answer.error else FinishReason(answer.finish).name
                 felt[idx] = Felt(times, name)
 
+            async def move(order: Move) -> None:
+                await asyncio.sleep(start + order.at_s - loop.time())
+                worker = movable[order.worker].worker.incarnation
+                with contextlib.suppress(InvalidRequest):
+                    await mesh.gateways[0].members.change_home(worker, order.home)
+
             async with asyncio.TaskGroup() as tasks:
                 for idx, request in enumerate(asked):
                     tasks.create_task(ask(idx, request))
+                for order in case.moves:
+                    tasks.create_task(move(order))
             await mesh.idle()
             await mesh.until(lambda: all(map(is_quiet, levels)))
-            ledgers = [ledger_of(running.pool) for running in mesh.workers]
+            ledgers = [ledger_of(it.pool) for it in joined]
             outcome = Outcome(
                 [felt[idx] for idx in range(len(asked))], ledgers, tier_ledgers(levels, told)
             )
@@ -310,6 +369,23 @@ def on_the_mesh(case: Case) -> Truth:
 
     with _nothing_learned(), tempfile.TemporaryDirectory() as folder:
         return run_virtual(run(Path(folder)), seed=case.seed)
+
+
+async def make_pairs(mesh: WholeMesh) -> None:
+    """Have all pairs made that a decision could want: in the simulator they are there from the
+    beginning."""
+    members = mesh.gateways[0].members
+    table = members.table
+    wanted = [
+        (source, sink)
+        for source in table.serving(Role.PREFILL)
+        for sink in table.serving(Role.DECODE)
+        if not table.is_paired(source.incarnation, sink.incarnation)
+    ]
+    for source, sink in wanted:
+        members.pairs.setdefault(source.incarnation, []).append(sink)
+        members.directives[source.incarnation].tell()
+    await mesh.until(lambda: all(source.partners & sink.bit for source, sink in wanted))
 
 
 def tier_ledgers(
@@ -364,7 +440,14 @@ def simulated(case: Case, truth: Truth, *, skips: bool) -> Outcome:
     core = CoreMesh(
         MODEL.spec,
         MODEL.layout,
-        lambda _: TimedEngine(TIMES),
+        lambda _: TimedEngine(
+            AffineTimes(
+                base_s=case.timing.base_s,
+                prompt_token_s=case.timing.prefill_token_s,
+                decode_row_s=case.timing.decode_row_s,
+                context_token_s=case.timing.context_token_s,
+            )
+        ),
         size,
         policy=case.policy,
         max_running=case.places,
@@ -375,7 +458,11 @@ def simulated(case: Case, truth: Truth, *, skips: bool) -> Outcome:
         skips=skips,
     )
     prompt_size = replace(size, num_blocks=case.prompt_blocks or size.num_blocks)
-    mesh = simulated_mesh(case.num_prefill, case.num_decode, case.num_mixed, core, prompt_size)
+    mesh = simulated_mesh(case.num_prefill, case.num_decode, 0, core, prompt_size)
+    for _ in range(case.num_mixed):
+        mesh.start("decode", is_colocated=True, size=prompt_size)
+    movable = [mesh.start(role, serves_both=True, size=prompt_size) for role in case.movable]
+    mesh.settle()
     levels = [
         level
         for it in mesh.members.values()
@@ -387,6 +474,13 @@ def simulated(case: Case, truth: Truth, *, skips: bool) -> Outcome:
         mesh.clock.at(reported_at - case.wire_s, member.reporter.report)
     mesh.clock.at(truth.start, lambda: None)
     mesh.run(lambda: mesh.clock.now >= truth.start)
+
+    def move(order: Move) -> None:
+        with contextlib.suppress(InvalidRequest):
+            mesh.move(movable[order.worker], order.home)
+
+    for order in case.moves:
+        mesh.clock.at(truth.start + order.at_s, lambda it=order: move(it))
     answers = run_open_loop(mesh, case.requests)
     mesh.run(lambda: all(map(is_quiet, levels)))
     felt = [Felt(it.token_times, "LENGTH" if it.is_complete else "") for it in answers]

@@ -260,20 +260,23 @@ def _setting(seen: SeenTraffic, flags: VerifyFlags) -> tuple[MeshShape, MeshSett
     if policy not in POLICIES:  # a name that a gateway tells imports nothing
         raise InvalidRequest(f"the mesh routes by {policy}: say so with --policy {policy}")
     workers = [] if mesh is None else [it for it in mesh.workers if not it.draining]
+    borrowed = "M" if flags.mesh else ""
     if flags.mesh is not None:
         shape = read_mesh(flags.mesh)
         if any(part.unit != Unit() for part in shape.parts):
             raise InvalidRequest("--mesh of a replay has equal workers: 1P+1D, no brackets")
     elif workers:
         shape = MeshShape.of(*(MeshPart(1, LETTERS[it.kind]) for it in workers))
-        if not shape.can_serve:
+        # Those that may be either, which are at home with what their letter says.
+        borrowed = "".join({LETTERS[it.kind] for it in workers if it.moves})
+        if not shape.can_serve and not (borrowed and POLICIES[policy]().moves_roles):
             raise InvalidRequest(
                 f"the mesh has {shape} now, which can serve nothing: say what served with --mesh"
             )
     else:
         raise InvalidRequest(f"{seen.source} tells of no worker: say what served with --mesh 1P+1D")
-    answering = [it for it in workers if it.kind != "prefill"]
-    computing = [it for it in workers if it.kind != "decode"]
+    answering = [it for it in workers if it.moves or it.kind != "prefill"]
+    computing = [it for it in workers if it.moves or it.kind != "decode"]
     # These two say how much a worker holds and of what, not how long a step takes.
     is_given = flags.times != TimesFlags(kv_tokens=flags.times.kv_tokens, model=flags.times.model)
     if is_given:
@@ -323,8 +326,11 @@ def _setting(seen: SeenTraffic, flags: VerifyFlags) -> tuple[MeshShape, MeshSett
             cache_policy=flags.tiers.cache_policy,
         ),
         # A number would stand for the time that mixed workers keep a step to.
-        token_budget=0 if shape.num_of("M") or not computing else computing[0].step_tokens,
+        token_budget=0
+        if any(map(shape.num_of, {"M", *borrowed})) or not computing
+        else computing[0].step_tokens,
         wire_s=wire_s,
+        borrowed=borrowed,
         # Not its ``overload``: whom it refused is not replayed, and would be refused once more.
         gateway=EVERYBODY
         if mesh is None or not mesh.max_running

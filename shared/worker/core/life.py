@@ -155,6 +155,14 @@ class Life:
         """How it ended; None while that is open."""
         self._has_push = has_push
 
+    @property
+    def is_prompt(self) -> bool:
+        """Whether it counts as a prompt that a worker holds: for another worker until it is closed,
+        of a whole request until it is computed."""
+        if self.task is Task.PROMPT:
+            return self.state is not LifeState.CLOSED
+        return self.state in (LifeState.QUEUED, LifeState.COMPUTING)
+
     def handle(self, event: LifeEvent, error: MeshError | None = None) -> list[Effect]:
         """Move by the table and return what to do, in order.
 

@@ -43,6 +43,17 @@ def test_a_mesh_that_does_what_it_reports_is_predicted(
     assert facts["notes"] == []
 
 
+def test_workers_that_may_be_either_are_borrowed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of ``pdmesh up --workers``, whatever they are at home; fixed ones are not."""
+    body = recent("1P+2D", rate=60.0, num=120, moves=True)
+    code, facts = verified(body, capsys)
+    assert (code, facts["mesh"]) == (0, "1P+2D")
+    assert all(abs(it["error"]) < 0.005 for it in facts["figures"])
+    for it in body["workers"]:
+        it["moves"] = False
+    assert verified(body, capsys)[0] == 1
+
+
 def test_prompts_share_a_step_as_far_as_workers_report(capsys: pytest.CaptureFixture[str]) -> None:
     """Those that are computed one after the other are replayed so; the flag says otherwise."""
     body = recent(rate=30.0, batch_tokens=16)
