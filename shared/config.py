@@ -432,10 +432,10 @@ class WorkerConfig(ServiceConfig):
     max_requests: Annotated[int, Between(1)] = 1024
     """Answers in hand at once, waiting ones included; more are refused."""
 
-    tbt_target_s: Annotated[float, AboveZero(60)] = 0.05
+    tbt_target_s: Annotated[float, Between(0, 60)] = 0.0
     """Colocated or movable only: how long a step may take while answers run, and so the time
-    between tokens; prompts get what those leave of it. An explicit --token-budget is obeyed
-    instead."""
+    between tokens; prompts get what those leave of it. 0 = 0.05, or twice what the answers alone
+    take where that is longer. An explicit --token-budget is obeyed instead."""
 
     cuda_graphs: bool = True
     """Record decode steps as CUDA graphs at start and replay them; with triton kernels alone."""

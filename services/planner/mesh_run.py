@@ -32,9 +32,6 @@ from shared.kv.layout import KvLayout
 from shared.predict.times import ScaledTimes, TimeModel
 from shared.telemetry.definitions import Slo, attainment, percentile
 
-TBT_TARGET_S = 0.05
-"""What mixed workers keep steps to beside answers, if nobody says otherwise (shared/config.py)."""
-
 
 @dataclass(frozen=True, slots=True)
 class UnitModel:
@@ -214,7 +211,7 @@ def _size(setting: MeshSetting, part: MeshPart) -> WorkerSize:
         setting.size,
         num_blocks=num_blocks,
         token_budget=setting.token_budget or STEP_TOKENS,
-        tbt_target_s=0.0 if setting.token_budget else TBT_TARGET_S,
+        tbt_target_s=None if setting.token_budget else 0.0,
         frame_bytes=1 << 40,  # a frame is a group of layers, whatever its length
         # Who decodes goes through all stages before its next step.
         num_stages=part.unit.pp if part.kind == "P" else 1,

@@ -31,19 +31,19 @@ class TierSize(NamedTuple):
 class WorkerSize:
     """Limits of a worker. batch_tokens: prompts share a step up to so many tokens in all, 0 =
     ``token_budget``. tbt_target_s: of a mixed worker, how long a step may take beside answers; 0 =
-    ``token_budget`` is obeyed instead. num_slots, frame_bytes, group_bytes: staging of transfers.
-    link_bytes_s: bandwidth with which it sends, one frame after the other; 0 = a frame's bytes take
-    no time. link_s: how long what it tells or sends another worker is under way; None = as a
-    message to the gateway. num_stages: see ``Stages``; its engine tells how long a step is in one.
-    tiers: below the pool of a worker that computes prompts, the fastest first; cache_policy: what
-    gives way there."""
+    nobody says, None = ``token_budget`` is obeyed instead. num_slots, frame_bytes, group_bytes:
+    staging of transfers. link_bytes_s: bandwidth with which it sends, one frame after the other;
+    0 = a frame's bytes take no time. link_s: how long what it tells or sends another worker is
+    under way; None = as a message to the gateway. num_stages: see ``Stages``; its engine tells how
+    long a step is in one. tiers: below the pool of a worker that computes prompts, the fastest
+    first; cache_policy: what gives way there."""
 
     num_blocks: int = 0
     block_size: int = 16
     max_running: int = 256
     token_budget: int = 2048
     batch_tokens: int = 0
-    tbt_target_s: float = 0.0
+    tbt_target_s: float | None = None
     num_slots: int = 8
     frame_bytes: int = 64 << 20
     group_bytes: int = 1

@@ -87,7 +87,7 @@ class CoreWorker:
             size.token_budget,
             together=size.batch_tokens or size.token_budget,
             pushes=pushes,
-            tbt_target_s=size.tbt_target_s if is_mixed else 0.0,
+            tbt_target_s=size.tbt_target_s if is_mixed else None,
             predict=self.predict,
             is_expecting=lambda: self.leases.is_expecting,
             has_answers=lambda: bool(self.num_answers),

@@ -40,7 +40,7 @@ class Draft:
         room = self._budget.room(num_tokens, self._num_attended, start)
         if self.num_prefill_tokens:
             return room
-        return max(room, self._budget.least(self.num_decode_rows))
+        return max(room, self._budget.least(self.num_decode_rows, self._num_attended, start))
 
     def add(self, sequence: Sequence, stop: int) -> None:
         """Add the row that computes the sequence's tokens up to ``stop``, or to its end if that

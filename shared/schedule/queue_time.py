@@ -42,7 +42,7 @@ def queue_left_s(
             room = budget.room(tokens, positions, start)
             # A step's first prompt is never refused, as ``Draft.room`` has it.
             if tokens == num_decodes:
-                room = max(room, budget.least(num_decodes), 1)
+                room = max(room, budget.least(num_decodes, num_attended, start), 1)
             if room <= 0:
                 break
             size = min(room, stop - start)

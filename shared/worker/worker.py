@@ -24,7 +24,7 @@ from shared.kv.prefix_hash import UNIT
 from shared.kv.tiers import CachePolicy
 from shared.profile.machine import UNMEASURED, MachineProfile
 from shared.runtime.platform import Platform
-from shared.schedule.budget import StepBudget, TokenBudget, budget_of
+from shared.schedule.budget import TBT_TARGET_S, StepBudget, TokenBudget, budget_of
 from shared.schedule.queue_time import queue_left_s
 from shared.schedule.scheduler import Scheduler
 from shared.telemetry.trace_export import tracing
@@ -157,7 +157,7 @@ class MeshWorker:
         wanted = ProfileRange(
             max_tokens=config.max_step_tokens if launch.pushes or launch.is_mixed else 0,
             max_rows=config.max_running if launch.receives or launch.is_mixed else 0,
-            target_s=config.tbt_target_s if launch.is_mixed and not config.token_budget else 0.0,
+            target_s=(config.tbt_target_s or TBT_TARGET_S) if self._is_by_time else 0.0,
             known=machine.samples,
         )
         await self.step_times.profile(self._engine, compute, self._platform.stopwatch, wanted)
@@ -187,14 +187,18 @@ class MeshWorker:
             on_change=self._life.changed,
         )
 
+    @property
+    def _is_by_time(self) -> bool:
+        """Whether steps keep to a time beside answers."""
+        return self.launch.is_mixed and not self._config.token_budget
+
     def _step_budget(self) -> StepBudget:
         config = self._config
-        by_time = self.launch.is_mixed and not config.token_budget
         return budget_of(
             config.max_step_tokens,
             together=self._batch_tokens,
             pushes=self.launch.pushes,
-            tbt_target_s=config.tbt_target_s if by_time else 0.0,
+            tbt_target_s=config.tbt_target_s if self._is_by_time else None,
             predict=self.step_times.predict,
             is_expecting=lambda: self.leases.is_expecting,
             has_answers=lambda: bool(self.requests.num_answers),

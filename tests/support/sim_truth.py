@@ -427,7 +427,7 @@ def simulated(case: Case, truth: Truth, *, skips: bool) -> Outcome:
         token_budget=STEP_TOKENS,
         batch_tokens=case.batch_tokens,
         link_s=case.link_s,
-        tbt_target_s=0.05,
+        tbt_target_s=0.0,
         num_slots=STAGING_MIB * MIB // DEFAULT_MAX_FRAME_BYTES,
         frame_bytes=DEFAULT_MAX_FRAME_BYTES,
         group_bytes=DEFAULT_GROUP_BYTES,

@@ -84,7 +84,7 @@ class SimFlags:
         Tokens of a block.
     token_budget
         Most tokens of a step; 0 = as workers decide it: 2048, and of mixed ones as many as keep a
-        step within 50 ms beside answers.
+        step within 50 ms beside answers, or within twice what those take alone.
     max_running
         Most sequences of a step.
     overload

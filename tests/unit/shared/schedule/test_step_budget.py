@@ -104,6 +104,35 @@ def test_a_prompt_advances_however_late_the_steps_are() -> None:
     assert all(sequence.is_over for sequence in (answer, first, second))
 
 
+@pytest.mark.parametrize(
+    ("answers_s", "is_chosen", "chunk"),
+    [
+        (0.02085, False, 304),  # what the target leaves
+        (0.03045, False, 304),  # as much time again, beyond the target
+        (0.03045, True, 208),  # within it, as it was asked for
+        (0.08005, False, 800),
+        (0.08005, True, 800),  # the answers alone miss it
+    ],
+)
+def test_prompts_are_not_starved_by_answers_that_take_long(
+    answers_s: float, is_chosen: bool, chunk: int
+) -> None:
+    """A prompt gets as much time as they do, in one step for all prompts, unless that would break a
+    target which somebody has chosen and they keep."""
+
+    def line(num_tokens: int, num_attended: int) -> float:
+        return answers_s - 0.0001 + 0.0001 * num_tokens
+
+    budget = TimeBudget(line, 0.0513, 2048, is_expecting=lambda: False, is_chosen=is_chosen)
+    worker = Worker(num_blocks=512, budget=budget)
+    worker.scheduler.add(a_sequence(4, max_tokens=9, ignore_eos=True))
+    worker.step()
+    for _ in range(2):
+        worker.scheduler.add(a_sequence(1000, max_tokens=2))
+    plan = worker.scheduler.plan()
+    assert [len(row.token_ids) for row in plan.rows] == [1, chunk]
+
+
 def test_while_nobody_decodes_the_first_prompt_is_computed_as_a_whole() -> None:
     """There is nobody whose next token a long step delays. The next prompt does not ride along:
     the first one's token would wait for it; and from that token on steps are in time."""

@@ -280,7 +280,7 @@ def test_a_fleet_may_have_stages(capsys: pytest.CaptureFixture[str]) -> None:
     assert [str(unit) for unit in units] == ["(pp2)"]
     assert FleetFlags().priced(flags, units).cost(read_mesh("2P(tp2,pp2)+1D(tp2)")) == 10.0
     asked = ("fleet", "--device", "a100", "--model", "llama-3-70b", "--tp", "2", "--pp", "2")
-    load = ("--rate", "1", "--slo-ttft", "5s", "--num-requests", "30", "--block-size", "256")
+    load = ("--rate", "2", "--slo-ttft", "5s", "--num-requests", "30", "--block-size", "256")
     facts = told(capsys, *asked, *load, "--no-what-if")
     assert (facts["chosen"]["mesh"], facts["chosen"]["cost"]) == ("1P(tp2,pp2)+1M(tp2,pp2)", 8.0)
     assert any("--engine vllm" in word for word in facts["run"]["warnings"])
