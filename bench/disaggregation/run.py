@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import uvloop
 
+from bench.engine.model import SIZES
 from bench.peers import PEERS, installed
 from bench.plots import Panel, Pictures, Spread, save
 from bench.record import Record, ratios, spread
@@ -172,9 +173,9 @@ def resume(record: Record, path: Path, systems: Collection[str], loads: Collecti
     record.rows += [row for row in content["rows"] if row["load"] in loads]
 
 
-def make_model(folder: Path, vocab_size: int = VOCAB) -> None:
-    """Write a random Llama of 87 M parameters with the demo model's tokenizer; of 125 M with a
-    vocabulary of 32,000, most of which no tokenizer knows.
+def make_model(folder: Path, sizes: dict[str, int] | None = None) -> None:
+    """Write a random Llama of 87 M parameters with the demo model's tokenizer. sizes: others, as of
+    bench/engine, most of whose vocabulary of 32,000 no tokenizer knows.
 
     Its likeliest token is always one that is text by itself. A part of a character is held back
     until the rest has come, and the client would see gaps of several steps.
@@ -185,17 +186,10 @@ def make_model(folder: Path, vocab_size: int = VOCAB) -> None:
 
     transformers.logging.disable_progress_bar()
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=768,
-        intermediate_size=2048,
-        num_hidden_layers=12,
-        num_attention_heads=12,
-        num_key_value_heads=4,
-        max_position_embeddings=MAX_LEN,
-        bos_token_id=None,
-        eos_token_id=1,
-    )
+    shape: dict[str, Any] = sizes or {**SIZES, "vocab_size": VOCAB}
+    own: dict[str, Any] = {"max_position_embeddings": MAX_LEN, "bos_token_id": None}
+    config = transformers.LlamaConfig(**{**shape, **own, "eos_token_id": 1})
+    vocab_size = shape["vocab_size"]
     tokenizer = Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json"))
     texts = [tokenizer.decode([token_id]) for token_id in range(vocab_size)]
     no_text = [token_id for token_id, text in enumerate(texts) if not text or "\ufffd" in text]

