@@ -159,7 +159,8 @@ class DataConnection(Connection):
             or self.is_closing()
         ):
             return False
-        self.flush()  # what h2 has said comes first
+        if h2._data_to_send:  # what h2 has said comes first
+            self.flush()
         h2.outbound_flow_control_window -= size
         stream.outbound_flow_control_window -= size
         header = _HEADER.pack(size >> 8, size & 0xFF, _DATA, 0, stream_id)

@@ -222,14 +222,16 @@ _SAMPLING_RANGES = {
 
 
 def sampling_to_wire(params: SamplingParams) -> wire.SamplingParams:
-    return wire.SamplingParams(
-        **fields_of(params, _SAME_SAMPLING),
-        logit_bias_ids=pack_u32([token_id for token_id, _ in params.logit_bias]),
-        logit_bias_values=pack_f32([value for _, value in params.logit_bias]),
-        stop_token_ids=pack_u32(params.stop_token_ids),
-        bad_word_lengths=pack_u32([len(word) for word in params.bad_words]),
-        bad_word_ids=pack_u32([token_id for word in params.bad_words for token_id in word]),
-    )
+    message = wire.SamplingParams(**fields_of(params, _SAME_SAMPLING))
+    if params.logit_bias:
+        ids, values = zip(*params.logit_bias, strict=True)
+        message.logit_bias_ids, message.logit_bias_values = pack_u32(ids), pack_f32(values)
+    if params.stop_token_ids:
+        message.stop_token_ids = pack_u32(params.stop_token_ids)
+    if params.bad_words:
+        message.bad_word_lengths = pack_u32(map(len, params.bad_words))
+        message.bad_word_ids = pack_u32(itertools.chain(*params.bad_words))
+    return message
 
 
 def sampling_from_wire(params: wire.SamplingParams | None) -> SamplingParams:

@@ -102,15 +102,6 @@ def framed(data: bytes) -> bytes:
     return len(data).to_bytes(PREFIX_BYTES, "big") + data  # the first byte: not compressed
 
 
-def read_message_nowait(stream: Any, message_type: type[Message]) -> Message | None:
-    """Return the next message if it has arrived in one piece; None = ask ``read_message``.
-
-    Raises RemoteProtocolError: no such message.
-    """
-    data = stream.buffer.take_message(MAX_MESSAGE_BYTES)
-    return None if data is None else CODEC.decode(data, message_type)
-
-
 async def read_message(stream: Any, message_type: type[Message]) -> Message | None:
     """Read one length-prefixed message from grpclib's HTTP/2 stream; None at its end.
 

@@ -35,7 +35,7 @@ from shared.errors import (
     WorkerLost,
     without_frames,
 )
-from shared.messages.message_codec import CODEC, framed, read_message, read_message_nowait
+from shared.messages.message_codec import CODEC, MAX_MESSAGE_BYTES, framed, read_message
 from shared.rpc.methods import Method
 from shared.rpc.status import ERROR_TRAILER, error_to_json, row_of, status_message
 from shared.tcp_info import round_trip_s
@@ -121,7 +121,8 @@ class ServerStream(Generic[Request, Reply]):
         Raises InvalidRequest, TooLarge: see ``receive``.
         """
         try:
-            return read_message_nowait(self._raw._stream, self._method.request_type)
+            data = self._raw._stream.buffer.take_message(MAX_MESSAGE_BYTES)
+            return None if data is None else CODEC.decode(data, self._method.request_type)
         except RemoteProtocolError as error:
             raise InvalidRequest(error.message, code=error.code) from error
 

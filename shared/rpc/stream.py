@@ -25,7 +25,7 @@ from h2.errors import ErrorCodes
 from h2.exceptions import H2Error
 
 from shared.errors import MeshError, RemoteProtocolError, WorkerLost
-from shared.messages.message_codec import CODEC, framed, read_message, read_message_nowait
+from shared.messages.message_codec import CODEC, MAX_MESSAGE_BYTES, framed, read_message
 from shared.rpc.methods import Method
 from shared.rpc.status import ERROR_TRAILER, error_from_grpc
 from shared.tcp_info import round_trip_s
@@ -55,7 +55,8 @@ class ClientStream(Generic[Request, Reply]):
 
         Raises MeshError: the call is over (its error), or the message is too large (TooLarge).
         """
-        self._require_running()
+        if self._error is not None:
+            raise self._error
         try:
             await self._raw.send_message(message, end=end)
         except Exception as error:
@@ -70,7 +71,8 @@ class ClientStream(Generic[Request, Reply]):
 
         Nobody may be amid a ``send``. Raises MeshError: see ``send``.
         """
-        self._require_running()
+        if self._error is not None:
+            raise self._error
         try:
             data = framed(CODEC.encode(message, self._method.request_type))
             return self._raw._stream.send_data_nowait(data)
@@ -84,11 +86,13 @@ class ClientStream(Generic[Request, Reply]):
         """
         if self._is_over:
             return None
-        self._require_running()
+        if self._error is not None:
+            raise self._error
         if self._headers is None:  # what kind of answer follows is not known yet
             return None
         try:
-            return read_message_nowait(self._raw._stream, self._method.reply_type)
+            data = self._raw._stream.buffer.take_message(MAX_MESSAGE_BYTES)
+            return None if data is None else CODEC.decode(data, self._method.reply_type)
         except Exception as error:
             self._fail(error)
 
@@ -172,10 +176,6 @@ class ClientStream(Generic[Request, Reply]):
     @property
     def round_trip_s(self) -> float:
         return round_trip_s(self._raw._stream._transport)
-
-    def _require_running(self) -> None:
-        if self._error is not None:
-            raise self._error
 
     def _fail(self, failure: Exception) -> NoReturn:
         """Raise the call's error for whatever grpclib, h2 and the socket raise; always the same

@@ -156,7 +156,7 @@ class Lifecycle:
     @property
     def needs_decode(self) -> bool:
         """Whether a decode worker takes part: not if the next token must be the last."""
-        return self.num_tokens_left > 1
+        return self._sampling.max_tokens - len(self._output) > 1
 
     @property
     def sampling(self) -> SamplingParams:
@@ -232,7 +232,7 @@ class Lifecycle:
             return []
         is_last = following.finish_reason is not FinishReason.NONE
         # An answer that ends here needs no room on decode, so it does not wait for any.
-        if self.needs_decode and not current.is_granted and not is_last:
+        if not (current.is_granted or is_last) and self.needs_decode:
             return []
         ready: list[AnswerToken] = []
         while (token := self._early.pop(len(self._output), None)) is not None:

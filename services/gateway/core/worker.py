@@ -100,8 +100,6 @@ class Worker:
     """The same as a share of all blocks."""
     reserved_tokens: int = field(init=False, default=0)
     """The same in tokens, for workers with blocks of other sizes."""
-    num_queued: int = field(init=False, default=0)
-    """Orders that wait here for their first step."""
     reported_at: float = field(init=False, default=0.0)
     """Loop time of the report."""
     changed: dict[int, Worker] = field(
@@ -190,6 +188,14 @@ class Worker:
                 self._is_believed,
             )
         return self._view
+
+    @property
+    def num_queued(self) -> int:
+        """Orders that wait here for their first step."""
+        status, num_unseen = self.status, self._num_unseen
+        # On an idle worker the first of those that the report has not seen begins at once.
+        is_idle = not (status.num_running or status.num_waiting)
+        return status.num_waiting + num_unseen - (is_idle and num_unseen > 0)
 
     @property
     def is_believed(self) -> bool:
@@ -281,7 +287,7 @@ class Worker:
         num_cached: int = 0,
     ) -> None:
         """See ``ordered``; ids only grow."""
-        order = OpenOrder(
+        order = self.orders[stream_id] = OpenOrder(
             num_tokens,
             num_blocks,
             has_prompt=num_tokens > 0,
@@ -289,8 +295,9 @@ class Worker:
             sent_at=now,
             num_cached=num_cached,
         )
-        self.orders[stream_id] = order
-        self._add(stream_id, order, 1)
+        if stream_id > self.status.seen:
+            self._count(order, 1)
+            self._conclude()
 
     def computed(self, stream_id: StreamId) -> None:
         """An order's prompt is computed. Idempotent."""
@@ -305,8 +312,9 @@ class Worker:
     def ended(self, stream_id: StreamId) -> None:
         """An order asks for nothing any more. Idempotent."""
         order = self.orders.pop(stream_id, None)
-        if order is not None:
-            self._add(stream_id, order, -1)
+        if order is not None and stream_id > self.status.seen:
+            self._count(order, -1)
+            self._conclude()
 
     def lost(self) -> None:
         """The session is gone, and with it all that was ordered over it."""
@@ -320,12 +328,6 @@ class Worker:
         self._is_believed = before.is_believed
         self._add_up()
 
-    def _add(self, stream_id: StreamId, order: OpenOrder, times: int) -> None:
-        """Count what an order asks for, or count it no more, if the report has not seen it."""
-        if stream_id > self.status.seen:
-            self._count(order, times)
-            self._conclude()
-
     def _add_up(self) -> None:
         status = self.status
         self.pending_tokens, self.reserved_blocks = status.pending_tokens, status.reserved_blocks
@@ -334,6 +336,8 @@ class Worker:
         for order in self._unseen():
             self._count(order, 1)
         self._is_timed = status.prompt_steps.is_known, status.answer_steps.is_known
+        home = status.home
+        self.home = self.role if home is None or home not in self.serves else home
         self._conclude()
 
     def _add_up_others(self) -> None:
@@ -351,6 +355,7 @@ class Worker:
         self.others_tokens = max(0, num_tokens)
 
     def _count(self, order: OpenOrder, times: int) -> None:
+        """Count what an order asks for that the report has not seen, or (-1) count it no more."""
         self.pending_tokens += times * order.num_tokens
         self.reserved_blocks += times * order.num_blocks
         self._num_prompts += times * order.has_prompt
@@ -358,15 +363,10 @@ class Worker:
         self._num_unseen += times * (order.num_tokens > 0)
 
     def _conclude(self) -> None:
-        status, num_unseen = self.status, self._num_unseen
         self._free_at = self._view = None
         self.changed[self.bit] = self
-        # On an idle worker the first of those that the report has not seen begins at once.
-        is_idle = not (status.num_running or status.num_waiting)
-        self.num_queued = status.num_waiting + num_unseen - (is_idle and num_unseen > 0)
-        self.reserved_share = self.reserved_blocks / max(1, self.num_blocks)
+        self.reserved_share = self.reserved_blocks / (self.num_blocks or 1)
         self.reserved_tokens = self.reserved_blocks * self.block_size
-        home = status.home
-        self.home = self.role if home is None or home not in self.serves else home
-        num_foreign = self.num_answers if self.home is Role.PREFILL else self._num_prompts
-        self.has_foreign = num_foreign > 0 and len(self.serves) > 1
+        if len(self.serves) > 1:
+            num_foreign = self.num_answers if self.home is Role.PREFILL else self._num_prompts
+            self.has_foreign = num_foreign > 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
@@ -22,8 +23,7 @@ from services.gateway.core.admission.admission import (
     TurnAway,
 )
 from services.gateway.core.admission.overload import Overload, OverloadMode
-from services.gateway.core.admission.tenants import Tenants, Terms
-from services.gateway.core.index.prefixes import HashedPrompt
+from services.gateway.core.admission.tenants import Tenants
 from services.gateway.core.window import LastMinute
 from services.gateway.core.worker import Worker
 from services.gateway.mesh import GenerationRequest, ServedModel, Take
@@ -132,7 +132,8 @@ class GatewayMesh:
         self._stays: dict[bytes, _Stay] = {}
         self._num_early = 0  # requests that came before any worker
         self._timer: asyncio.TimerHandle | None = None
-        self._recent: dict[bytes, Timeline] = {}
+        # An ordinary dict looks through all that has left it before it finds its oldest.
+        self._recent = OrderedDict[bytes, Timeline]()
 
     @property
     def model(self) -> ServedModel | None:
@@ -213,7 +214,7 @@ class GatewayMesh:
         self._recent[key] = timeline
         most = min(MOST_REMEMBERED, REMEMBERED_VIEWS // (len(self._members.table) + 1))
         while len(self._recent) > max(LEAST_REMEMBERED, most):
-            del self._recent[next(iter(self._recent))]
+            self._recent.popitem(last=False)
 
     def explain(self, request_id: str) -> dict[str, Any]:
         name = re.split("[-_]", request_id)[-1]  # chatcmpl-, cmpl-, resp_, msg_
@@ -272,7 +273,23 @@ class GatewayMesh:
         try:
             terms = self._admission.tenants.terms(request.asked)
             prompt = self._members.prompt(request.token_ids, request.cache_salt)
-            await self._wait_for_place(stay, terms, prompt)
+            effects = self._admission.arrive(
+                request.request_id,
+                asyncio.get_running_loop().time(),
+                terms=terms,
+                num_tokens=len(request.token_ids),
+                arrived_at=request.arrived_at,
+                deadline_at=request.deadline_at,
+                cached=lambda now: self._members.router.cached(prompt, now),
+                follows=request.follows,
+            )
+            self._apply(effects)
+            if not stay.is_settled:
+                stay.wake = asyncio.Event()
+                self._set_timer()
+                await stay.wake.wait()
+            if stay.error is not None:
+                raise stay.error
         except BaseException as failure:
             timeline.refused(failure if isinstance(failure, MeshError) else None)
             raise
@@ -294,26 +311,6 @@ class GatewayMesh:
         )
         await shell.dispatch()
         return shell
-
-    async def _wait_for_place(self, stay: _Stay, terms: Terms, prompt: HashedPrompt | None) -> None:
-        request = stay.request
-        effects = self._admission.arrive(
-            request.request_id,
-            asyncio.get_running_loop().time(),
-            terms=terms,
-            num_tokens=len(request.token_ids),
-            arrived_at=request.arrived_at,
-            deadline_at=request.deadline_at,
-            cached=lambda now: self._members.router.cached(prompt, now),
-            follows=request.follows,
-        )
-        self._apply(effects)
-        if not stay.is_settled:
-            stay.wake = asyncio.Event()
-            self._set_timer()
-            await stay.wake.wait()
-        if stay.error is not None:
-            raise stay.error
 
     def _apply(self, effects: Iterable[Effect]) -> None:
         """Tell those who wait what admission decided."""

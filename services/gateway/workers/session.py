@@ -222,10 +222,12 @@ class RequestShell:
         now = asyncio.get_running_loop().time()
         return self._is_turned_away(self._admission.prompt_computed(self._request.request_id, now))
 
-    def _is_turned_away(self, refusals: list[TurnAway]) -> bool:
-        for refusal in refusals:
-            self.fail(refusal.error)
-        return bool(refusals)
+    def _is_turned_away(self, effects: Iterable[AdmissionEffect]) -> bool:
+        for effect in effects:
+            if isinstance(effect, TurnAway):  # none but this request is
+                self.fail(effect.error)
+                return True
+        return False
 
     # --- dispatch -------------------------------------------------------------------------------
 
@@ -255,7 +257,7 @@ class RequestShell:
         """Send to it, unless that would be late; False: the request ended."""
         now, pair = asyncio.get_running_loop().time(), self._dispatcher.pair(decision)
         effects = self._admission.pair_found(self._request.request_id, pair, now)
-        if self._is_turned_away([it for it in effects if isinstance(it, TurnAway)]):
+        if self._is_turned_away(effects):
             return False
         self._membership.router.sent(decision, search.request.prompt, now)
         self.apply(self._dispatcher.pair_found(decision, now))
@@ -288,13 +290,14 @@ class RequestShell:
         for kind, worker in legs.items():
             session = self._membership.sessions[worker]
             leg = self._legs[kind] = LegShell(self, attempt, kind, session)
-            order = wire.WorkOrder(**same, prefix=None if kind is Leg.DECODE else prefix)
-            if kind is Leg.PREFILL:
-                order.role = wire.Role.PREFILL
-                order.peer_incarnation = legs.get(Leg.DECODE, 0)
-            else:
-                order.role, order.wait_s = wire.Role.DECODE, send.wait_s
-                order.peer_incarnation = decision.prefill
+            is_prefill = kind is Leg.PREFILL
+            order = wire.WorkOrder(
+                **same,
+                role=wire.Role.PREFILL if is_prefill else wire.Role.DECODE,
+                peer_incarnation=legs.get(Leg.DECODE, 0) if is_prefill else decision.prefill,
+                wait_s=0.0 if is_prefill else send.wait_s,
+                prefix=None if kind is Leg.DECODE else prefix,
+            )
             leg.stream_id = session.send(leg, order, num_cached=num_cached)
 
     # --- effects --------------------------------------------------------------------------------

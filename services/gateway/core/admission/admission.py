@@ -182,7 +182,7 @@ class Admission:
             error = DeadlinePassed("the deadline passed before the request was admitted")
             return [self._refused(request, error)]
         self._can_ask(now)
-        has_place = not (self._queue or self._is_full) and self._may_run(terms.tenant)
+        has_place = not (self._waiting or self._is_full) and self._may_run(terms.tenant)
         if has_place:  # it is judged as soon as its pair is known
             self._queue.pass_by(terms.tenant, terms.priority)
             return [self._admit(request)]
@@ -218,7 +218,7 @@ class Admission:
         request = self._running.get(key)
         if request is None:
             return ()
-        if request.may_be_refused:
+        if request.may_be_refused and request.terms.has_limit:
             error = self._overload.late_at(self._asking(request, now), pair, now)
             if error is not None:
                 return [self._refused(request, error)]
@@ -393,7 +393,7 @@ class Admission:
     def _fill(self, now: float) -> list[Effect]:
         """Admit whoever is next, as long as there is a place."""
         effects: list[Effect] = []
-        while self._queue and not self._is_full:
+        while self._waiting and not self._is_full:
             queued = self._queue.pop(now)
             if queued is None:
                 break

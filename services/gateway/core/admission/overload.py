@@ -188,7 +188,7 @@ class Overload:
 
     def late_at(self, asking: Asking, pair: ChosenPair, now: float) -> WouldBeLate | None:
         """Return why a prompt is not worth computing at this pair, or None."""
-        if self.mode is OverloadMode.OFF or not asking.terms.has_limit:
+        if self.mode is OverloadMode.OFF:
             return None
         return late(asking.terms, self.forecast(asking, pair, now))
 

@@ -62,7 +62,7 @@ class _Side:
     """The workers of one side, added up: each report changes the sums by what is new in it."""
 
     def __init__(self, workers: Iterable[Worker]) -> None:
-        self._told: dict[Incarnation, _Told] = {}
+        self.told: dict[Incarnation, _Told] = {}
         self.share = self.own_places = 0.0
         self.num_places = self.num_unknown = self.others_tokens = self.others_answers = 0
         for worker in workers:
@@ -70,32 +70,28 @@ class _Side:
 
     def reported(self, worker: Worker) -> bool:
         """A worker has told something new of itself; returns whether it is of this side."""
-        if worker.incarnation not in self._told:
+        if worker.incarnation not in self.told:
             return False
         self._add(worker, -1)
         self._add(worker, 1)
         return True
 
-    def may_have(self, worker: Worker | None) -> bool:
-        """Whether what was sent there, None = nowhere yet, is ahead of this side's workers."""
-        return worker is None or worker.incarnation in self._told
-
     @property
     def num_workers(self) -> int:
         """All of the side."""
-        return len(self._told)
+        return len(self.told)
 
     def _add(self, worker: Worker, times: int) -> None:
         if times > 0:
             status = worker.status
-            told = self._told[worker.incarnation] = _Told(
+            told = self.told[worker.incarnation] = _Told(
                 1.0 / max(1, status.num_gateways),
                 status.max_running,
                 worker.others_tokens,
                 worker.others_answers,
             )
         else:
-            told = self._told[worker.incarnation]
+            told = self.told[worker.incarnation]
         self.share += times * told.share
         self.own_places += times * told.share * told.num_places
         self.num_places += times * told.num_places
@@ -164,10 +160,12 @@ class WorkAhead:
         self._count(work, -1)
 
     def _count(self, work: Work, times: int) -> None:
-        is_on_decode = self._decodes.may_have(work.decode)
+        # What was sent nowhere yet is ahead of everybody.
+        prefill, decode = work.prefill, work.decode
+        is_on_decode = decode is None or decode.incarnation in self._decodes.told
         if work.has_begun:
             self._num_answers += times * is_on_decode
-        elif self._prefills.may_have(work.prefill):
+        elif prefill is None or prefill.incarnation in self._prefills.told:
             self._num_prompts += times
             self._num_to_compute += times * max(0, work.num_tokens - work.num_cached)
         if is_on_decode and not work.has_room:

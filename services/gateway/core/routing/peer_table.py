@@ -229,8 +229,9 @@ class PeerTable:
         if self._changed:
             self._views = self._views.copy()
             for worker in self._changed.values():
-                self._views += [None] * (worker.place + 1 - len(self._views))
-                self._views[worker.place] = worker.view
+                place = worker.place
+                self._views += [None] * (place + 1 - len(self._views))
+                self._views[place] = worker.view
             if self._columns is not None:
                 self._columns.update(self._changed.values())
             self._changed.clear()

@@ -76,10 +76,12 @@ class Router:
             found = None if self.prefixes is None else self.prefixes.found(prompt, now)
             if policy.fetches and found:
                 offers = OffersOf(self._table.at, found, self.expectations.fetches) or None
-            request = request._replace(
-                prompt=None,  # decisions are remembered, prompts are not
+            request = RouteRequest(  # without the prompt: decisions are remembered, prompts are not
+                request.num_tokens,
+                request.max_new_tokens,
+                request.avoid,
                 affinity=affinity_of(prompt.column, prompt.salt) if policy.needs_affinity else 0,
-                cached=found or {},
+                cached=found or NO_HITS,
                 fetches=offers,
                 num_output_tokens=self.expectations.expected_output(request.num_tokens) or 0,
                 now=now,

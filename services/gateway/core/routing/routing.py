@@ -60,14 +60,10 @@ class RouteDecision(NamedTuple):
     decode_pool: str
     """What the two workers were when they were chosen."""
     seen: Seen
+    terms: PromptTerms | None = None
+    """What the prefill worker's score is made of; None = it is no sum."""
     prediction: Prediction | None = None
     """What was expected of it; None = the prefill worker reports no step times."""
-
-    @property
-    def terms(self) -> PromptTerms | None:
-        """What the prefill worker's score is made of; None = it is no sum."""
-        terms = self.scores.terms
-        return terms[self.places[0]] if terms else None
 
     @property
     def num_cached(self) -> int:
@@ -225,6 +221,7 @@ def route(
         prefill_pool=pool_of(sides.prefills[prefill]).value,
         decode_pool=pool_of(sides.decodes[decode]).value,
         seen=seen,
+        terms=scores.terms[prefill] if scores.terms else None,
     )
 
 
