@@ -170,7 +170,8 @@ async def ask(
     source = random.Random(seed)
     numbers = iter(range(1000 * seed, 1000 * seed + num_requests))
     answers: list[Answered] = []
-    connector = aiohttp.TCPConnector(limit=0)
+    # A connection each: llama-server closes its own after a streamed answer without saying so.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
     timeout = aiohttp.ClientTimeout(total=600)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
 
