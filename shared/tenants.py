@@ -63,7 +63,9 @@ def read_tenants(path: Path) -> dict[str, Tenant]:
     Raises InvalidRequest, naming file, table and key: it cannot be read, or breaks a rule.
     """
     document = read_toml(path, f"the tenants in {path}", param=TABLE)
-    return tenants_of(document.get(TABLE, {}), path)
+    if TABLE not in document:
+        raise InvalidRequest(f"{path} has no section [{TABLE}.NAME]", param=TABLE)
+    return tenants_of(document[TABLE], path)
 
 
 def read_toml(path: Path, what: str, *, param: str) -> dict[str, Any]:

@@ -87,18 +87,21 @@ def _read(path: Path) -> Any:
 
 
 def _lines(told: Mapping[str, Any]) -> Iterator[str]:
-    receipt, decisions = told["receipt"], told["decisions"]
+    receipt, decisions, error = told["receipt"], told["decisions"], told.get("error", "")
     state = "ended" if told["ended"] else "still running"
     yield f"request {told['request_id']}, {state}"
     if not decisions:
         waited = f"{1000 * receipt['queue_s']:.1f} ms in the queue"
-        yield f"it was never sent to workers: {', '.join(receipt['errors']) or waited}"
+        why = error or ", ".join(receipt["errors"])
+        yield f"it was never sent to workers, {waited}" + (f": {why}" if why else "")
     for decision in decisions:
         yield ""
         yield from _decision(decision)
     if decisions:
         yield ""
         yield _outcome(decisions[-1]["prediction"], receipt)
+        if error:
+            yield f"it ended early: {error}"
 
 
 def _decision(decision: Mapping[str, Any]) -> Iterator[str]:

@@ -62,6 +62,8 @@ def read_asks(path: Path, *, must_be_ordered: bool = False) -> list[Ask]:
     Raises DataError.
     """
     text, neither = read_text(path), "neither Mooncake's JSONL nor Azure's CSV: "
+    if not text.strip():
+        raise DataError(f"{path} is empty")
     if text[:64].lstrip().startswith("{"):
         rows = read_lines(path, _MooncakeRow, text)
     else:

@@ -97,10 +97,12 @@ class ClusterWorker(msgspec.Struct, forbid_unknown_fields=True):
 
 class Explanation(msgspec.Struct, forbid_unknown_fields=True):
     """Why a request went where it went. decisions: of each attempt the record of all that its
-    policy looked at, by which `pdmesh explain --replay` decides again. receipt: as of now."""
+    policy looked at, by which `pdmesh explain --replay` decides again. error: what its client was
+    told, '' if the answer is whole, or not yet. receipt: as of now."""
 
     request_id: str
     ended: bool
+    error: str
     decisions: list[dict[str, Any]]
     receipt: dict[str, Any]
 

@@ -88,6 +88,7 @@ class Timeline:
         self._errors: list[str] = []
         self._is_abandoned = False
         self._reason = ""
+        self._error = ""
         self._decision: RouteDecision | None = None
         self._predicted_ttft_s: float | None = None
         self._predicted_cached_tokens = 0
@@ -258,6 +259,7 @@ class Timeline:
         now = self._marks.ended_at = loop_time()
         if error is not None:
             self._errors.append(error.type)
+            self._error = error.message
         reason = error.type if error is not None else CANCELLED if self._is_abandoned else ""
         self._reason = reason
         # No attempt was under way, so none has a span that tells why it ended.
@@ -271,10 +273,12 @@ class Timeline:
             watcher.ended(now, receipt, reason)
 
     def explanation(self) -> dict[str, Any]:
-        """Return why each attempt went where it went, and the receipt as of now; JSON-ready."""
+        """Return why each attempt went where it went, what ended it ('' = nothing did but its
+        last token), and the receipt as of now; JSON-ready."""
         return {
             "request_id": self._request_id.hex(),
             "ended": self._marks.ended_at is not None,
+            "error": self._error or ("its client left" if self._reason else ""),
             "decisions": [
                 record_of(decision, attempt=attempt, at_s=at)
                 for attempt, (at, decision) in enumerate(self._decisions)

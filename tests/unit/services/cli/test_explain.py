@@ -35,6 +35,20 @@ def test_what_is_no_record_is_refused(
         assert "is not what `pdmesh explain" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("why", ["1.5 s over its limit", ""])
+def test_a_refusal_is_told_in_its_own_words(
+    why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A record of an older gateway has its kind alone."""
+    kept = tmp_path / "why.json"
+    receipt = {"queue_s": 0.002, "errors": ["would_be_late"]}
+    told = {**NAMED, "decisions": [], "receipt": receipt} | ({"error": why} if why else {})
+    kept.write_text(json.dumps(told))
+    assert run(["explain", str(kept)]) == 0
+    said = capsys.readouterr().out
+    assert f"never sent to workers, 2.0 ms in the queue: {why or 'would_be_late'}" in said
+
+
 def test_a_path_is_no_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """No gateway is asked for it, but for one name, which may be any request's."""
     assert run(["explain", "a" * 300, "--url", "http://127.0.0.1:9"]) == 1

@@ -68,7 +68,7 @@ def test_times_of_a_trace_may_name_their_offset(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", ":1: neither Mooncake's JSONL nor Azure's CSV: no column TIMESTAMP"),
+        ("", "is empty"),
         ("a,b\n1,2\n", ":1: neither Mooncake's JSONL nor Azure's CSV: no column TIMESTAMP"),
         (MOONCAKE + "{broken\n", ":3: "),
         (MOONCAKE + '{"timestamp": 1, "input_length": 3}\n', ":3: .*output_length"),

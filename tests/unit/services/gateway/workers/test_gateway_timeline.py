@@ -147,7 +147,8 @@ async def test_watchers_hear_how_an_answer_ended() -> None:
     left.admitted()
     left.abandoned()
     left.ended(None)
-    a_timeline().refused(Overloaded("full"))
+    refused = a_timeline()
+    refused.refused(Overloaded("full"))
     a_timeline().refused(None)
     failed = sent(watchers=(watcher,))
     failed.attempt_failed(WorkerLost("gone"))
@@ -156,6 +157,8 @@ async def test_watchers_hear_how_an_answer_ended() -> None:
         CANCELLED, "overloaded", CANCELLED, "worker_lost"
     ]  # fmt: skip
     assert watcher.last.errors == ("worker_lost",)
+    ends = [it.explanation()["error"] for it in (left, refused, a_timeline())]
+    assert ends == ["its client left", "full", ""]
 
 
 @virtual_time
