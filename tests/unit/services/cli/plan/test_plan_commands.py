@@ -176,7 +176,7 @@ def test_hit_rate_of_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ([{"timestamp": 2}, {"timestamp": 1}], [], ":2: arrives 0.001 s before the line above"),
         ([{"input_length": -1}], [], ":1: Expected `int` >= 1"),
         ([{"hash_ids": None}], [], ":1: Expected `array`"),
-        ([], [], "no column TIMESTAMP"),
+        ([], [], "is empty"),
         (
             [{}],
             ["--blocks", "0"],
