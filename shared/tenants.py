@@ -63,9 +63,9 @@ def read_tenants(path: Path) -> dict[str, Tenant]:
     Raises InvalidRequest, naming file, table and key: it cannot be read, or breaks a rule.
     """
     document = read_toml(path, f"the tenants in {path}", param=TABLE)
-    if TABLE not in document:
+    if document and TABLE not in document:  # nothing at all is nobody
         raise InvalidRequest(f"{path} has no section [{TABLE}.NAME]", param=TABLE)
-    return tenants_of(document[TABLE], path)
+    return tenants_of(document.get(TABLE, {}), path)
 
 
 def read_toml(path: Path, what: str, *, param: str) -> dict[str, Any]:

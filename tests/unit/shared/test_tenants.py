@@ -22,7 +22,6 @@ from shared.tenants import read_tenants
         ("[tenants.alice]\nspeed = 3", "there are weight, ttft_ms"),
         ("[tenants", "is not valid TOML"),
         ("[tenant.alice]\nweight = 2", "has no section [tenants.NAME]"),
-        ("", "has no section [tenants.NAME]"),
     ],
 )
 def test_terms_that_cannot_be_are_named(tmp_path: Path, text: str, words: str) -> None:
