@@ -22,7 +22,7 @@ from shared.ids import Incarnation
 
 Mask = NDArray[np.bool_]
 
-ROUNDING = 1e-9
+ROUNDING = 1e-6
 """Share by which what workers measure of equal steps differs."""
 
 _NO_FIT = (np.nan,) * 3

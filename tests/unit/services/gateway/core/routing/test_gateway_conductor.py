@@ -170,7 +170,7 @@ def test_a_rounding_of_what_equal_workers_measured_is_no_gain() -> None:
     """A fetch that would be no sooner than the best is not weighed for the last digits of a fit."""
     table = a_known_mesh([0.0, 0.0])
     first = table.all(Role.PREFILL)[0]
-    for times in (1.0, 1.0 - 1e-12):
+    for times in (1.0, 1.0 - 1e-12, 1.0 - 1e-7):
         fit = first.status.prompt_steps
         fit = fit._replace(constant_s=times * fit.constant_s, token_s=times * fit.token_s)
         table.report(first, replace(first.status, prompt_steps=fit), 0.0)
