@@ -15,6 +15,7 @@ import pytest
 
 from services.local import LocalMesh, local_mesh, plan_services, wait_for_pair
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig
+from tests.support.command import run_pdmesh
 from tests.support.service_process import free_port
 
 pytestmark = pytest.mark.process
@@ -97,8 +98,21 @@ async def test_every_process_of_one_port_serves_and_all_end_together(tmp_path: P
     assert not any(Path(f"/proc/{pid}").exists() for pid in children)
 
 
-async def complete(url: str) -> str:
-    """Return a greedy answer; retries while the chosen process has no pair of workers yet."""
+async def test_a_request_is_explained_whichever_process_answered(tmp_path: Path) -> None:
+    """Each of several, by the command, which is not told of whom it has to ask."""
+    async with two_processes(tmp_path) as mesh:
+        await wait_for_pair(mesh.http_url, LIMIT_S)
+        names: list[str] = []
+        for _ in range(6):
+            await complete(mesh.http_url, names)
+        for name in names:
+            told = await run_pdmesh("explain", name, "--url", mesh.http_url)
+            assert f"request {name.removeprefix('cmpl-')}, ended" in told
+
+
+async def complete(url: str, names: list[str] | None = None) -> str:
+    """Return a greedy answer; retries while the chosen process has no pair of workers yet. names:
+    what it is called goes there."""
     body = {"prompt": "one two", "max_tokens": 4, "temperature": 0}
     async with asyncio.timeout(LIMIT_S):
         while True:
@@ -108,6 +122,8 @@ async def complete(url: str) -> str:
             ):
                 answer = await response.json()
                 if response.status == 200:
+                    if names is not None:
+                        names.append(answer["id"])
                     return answer["choices"][0]["text"]
 
 

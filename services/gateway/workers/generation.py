@@ -228,7 +228,7 @@ class GatewayMesh:
         if timeline is None:
             raise NotFound(
                 f"this gateway remembers no request {name}, only its last {len(self._recent)}: ask "
-                "sooner, and of several gateways the one that answered (--process-port)",
+                "sooner, and of several gateways the one that answered",
                 param="request_id",
                 code="no_request",
             )
