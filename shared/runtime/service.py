@@ -117,8 +117,14 @@ def run_configured(name: str, kind: type[Config], run: Callable[[Config], int]) 
     """Set logging up and ``run`` with the configuration of ``PDMESH_*``; return the exit code.
 
     A configuration that is wrong is told like any failure to start: in one line, and to the parent.
+    Likewise an argument: there are none, and who gives a flag would have it overlooked.
     """
     try:
+        if len(sys.argv) > 1:
+            raise InvalidRequest(
+                f"{sys.argv[1]!r}: this process takes no arguments, PDMESH_* configure it; `pdmesh "
+                f"{name}` takes flags (--help)"
+            )
         config = read_config(kind, os.environ)
     except InvalidRequest as error:
         refusal = error

@@ -3,7 +3,9 @@ hears which setting differs."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,18 @@ async def test_a_mistake_in_the_file_keeps_every_service_from_starting(
         assert await process.ended() == EXIT_BAD_CONFIG
         (line,) = [line for line in process.log if "error" in line]
         assert f"{file}: [decode] staging_mib must be 16..32768" in line
+
+
+@pytest.mark.parametrize("role", ["gateway", *ROLES])
+async def test_an_argument_is_refused_and_not_overlooked(role: str) -> None:
+    """Variables configure these processes; who wants flags hears of the command that has them."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", f"services.{role}", "--num-blocks", "9"),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, told = await process.communicate()
+    assert (process.returncode, told.count(b"\n")) == (EXIT_BAD_CONFIG, 1), told
+    assert f"`pdmesh {role}` takes flags" in told.decode()
 
 
 @pytest.mark.usefixtures("starts_are_executed")  # the kernel shows the environment of a start
