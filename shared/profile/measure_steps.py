@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from shared.engine.base import Engine
 from shared.engine.worker import ComputeRunner
-from shared.errors import InvalidRequest
+from shared.errors import EngineFailed, InvalidRequest
 from shared.predict.fit_steps import FittedPhase, StepSample, fit_steps
 from shared.predict.step_time import attended
 from shared.profile.step_profile import MOST_ERROR, StepProfile
@@ -69,8 +69,8 @@ def fitted_profile(
 ) -> StepProfile:
     """Return the lines through measured steps, with what they are of.
 
-    Raises InvalidRequest: too few steps, or a line that misses those held out by more than
-    ``MOST_ERROR`` in the mean.
+    Raises InvalidRequest: too few steps. EngineFailed: a line that misses those held out by more
+    than ``MOST_ERROR`` in the mean.
     """
     phases: list[FittedPhase] = []
     for name, samples in zip(("with prompts", "without prompts"), steps, strict=True):
@@ -81,7 +81,7 @@ def fitted_profile(
                 f"no profile: of steps {name} {error}; give --measure or --num-blocks more"
             ) from None
         if fit.error > MOST_ERROR:
-            raise InvalidRequest(
+            raise EngineFailed(
                 f"no profile: steps {name} follow no line ({fit.error:.0%} mean error of those "
                 f"that were not fitted, {MOST_ERROR:.0%} is the most). Is the machine busy?"
             )

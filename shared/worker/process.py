@@ -73,8 +73,8 @@ async def profile_steps(config: WorkerConfig, *, limit_s: float) -> StepProfile:
     """Time steps of all sizes that this machine can run, for ``limit_s`` or a little longer, and
     return the lines through them.
 
-    Raises ModelError, EngineFailed: see ``load_engine``. TransferFailed: UCX does not start.
-    InvalidRequest: too little could be measured, or steps follow no line.
+    Raises ModelError, EngineFailed: see ``load_engine``; or steps follow no line. TransferFailed:
+    UCX does not start. InvalidRequest: too little could be measured.
     """
     async with _machinery(config) as (engine, platform), devices(platform, engine) as opened:
         compute, _ = opened

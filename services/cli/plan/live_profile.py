@@ -11,7 +11,6 @@ from services.cli.client import CannotRun, RunningGateway
 from services.cli.plan.seen import ask_gateway
 from services.gateway.http.cluster_bodies import RecentWorker
 from services.planner.core.replay import are_unequal, fitted_times
-from shared.errors import InvalidRequest
 from shared.predict.step_time import StepFit
 from shared.profile.step_profile import MOST_ERROR, StepProfile
 
@@ -22,8 +21,8 @@ COMPARED: Final = {"prompts": 256, "answers": 8}
 def profile_of(gateway: RunningGateway) -> tuple[StepProfile, list[str]]:
     """Return the profile, and what a reader must know of it.
 
-    Raises CannotRun, GatewayRefused: there is no gateway. InvalidRequest: its workers have not
-    learned enough, or predict badly.
+    Raises CannotRun, GatewayRefused: there is no gateway, or its workers have not learned enough,
+    or predict badly.
     """
     mesh = ask_gateway(gateway)
     model = asyncio.run(gateway.ask("/cluster"))["model"]
@@ -48,12 +47,12 @@ def profile_of(gateway: RunningGateway) -> tuple[StepProfile, list[str]]:
         machine[kind] = _of([worker for worker, _ in told])
     times = fitted_times(*([fit for _, fit in told] for told in fits.values()))
     if times is None:
-        raise InvalidRequest(
+        raise CannotRun(
             f"no profile: the workers of {gateway.url} have not run enough steps of both kinds to "
             "know how long they take: send some requests (pdmesh bench), and ask again"
         )
     if (error := max(times.prompts.error, times.answers.error)) > MOST_ERROR:
-        raise InvalidRequest(
+        raise CannotRun(
             f"no profile: half of the workers' predictions are off by {error:.0%} or more, "
             f"{MOST_ERROR:.0%} is the most. Are their machines busy?"
         )

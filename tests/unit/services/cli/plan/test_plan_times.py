@@ -12,7 +12,7 @@ from services.planner.core.mesh_text import Unit
 from services.planner.distserve_data import DistServeData
 from services.sim.baselines.distserve_times import Degree, first_stage_ms
 from shared.engine.fake import FakeEngine
-from shared.errors import InvalidRequest
+from shared.errors import EngineFailed, InvalidRequest
 from shared.predict.fit_steps import StepSample, fit_steps
 from shared.predict.times import FittedTimes
 from shared.profile.measure_steps import fitted_profile
@@ -42,7 +42,7 @@ def test_steps_that_follow_no_line_are_no_profile() -> None:
     """Too few steps, and steps at random, are refused."""
     engine = FakeEngine(num_blocks=64)
     wild = [StepSample(n, n, (1e-3, 1.0)[n % 2]) for n in range(1, 12)]
-    with pytest.raises(InvalidRequest, match="follow no line"):
+    with pytest.raises(EngineFailed, match="follow no line"):
         fitted_profile((wild, ANSWERS), engine, date="")
     with pytest.raises(InvalidRequest, match="5 are the least"):
         fitted_profile((PROMPTS, ANSWERS[:3]), engine, date="")
