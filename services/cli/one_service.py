@@ -33,8 +33,8 @@ def gateway(*, config: GatewayConfig = GatewayConfig(), file: ConfigFlag = None)
     It needs the model's folder for the tokenizer, not for the weights. SIGTERM and Ctrl-C drain.
     """
     config.check()
-    require_free_ports(config)
     require_door_files(config)
+    require_free_ports(config)
     mesh_secret(config, os.environ)
     _configure_logs(config)
     from services.gateway.process import run_gateway

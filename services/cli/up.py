@@ -268,8 +268,8 @@ def plan_mesh(config: UpConfig, environment: Mapping[str, str]) -> MeshPlan:
     )
     for worker in (prefill, decode):
         require_worker_modules(worker)
-    require_free_ports(gateway, http_flag="--port")
     require_door_files(gateway)
+    require_free_ports(gateway, http_flag="--port")
     folder = resolve_model(gateway.model)  # a hub name is downloaded here, once
     if "torch" in (prefill.engine, decode.engine):
         read_model_config(ModelFolder(folder))  # before the gateway finds fault with its tokenizer

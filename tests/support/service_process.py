@@ -161,12 +161,14 @@ def free_port(count: int = 1) -> int:
     that run side by side has ports of its own.
     """
     process = int(os.environ.get("PYTEST_XDIST_WORKER", "gw15").removeprefix("gw"))
+    own = range(20_000, 30_000)[process % 16 * 625 :][:625]
     while True:
-        first = _PORTS.randrange(20_000 + process % 16, 30_000, 16)
-        if first in _GIVEN:
+        first = _PORTS.choice(own[: 1 - count or None])
+        wanted = range(first, first + count)
+        if not _GIVEN.isdisjoint(wanted):
             continue
         with contextlib.suppress(OSError), contextlib.ExitStack() as probes:
-            for port in range(first, first + count):
+            for port in wanted:
                 probes.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            _GIVEN.add(first)
+            _GIVEN.update(wanted)
             return first
