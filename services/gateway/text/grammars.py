@@ -253,7 +253,7 @@ def _innermost(structure: Structure, fault: str, check: Check) -> tuple[str, str
     def fault_of(value: Any) -> str:
         return check(text_of(replace(structure, value=value))).fault
 
-    for path, part in parts_of(schema):
+    for path, part in reversed([*parts_of(schema)]):
         if part is schema or time.monotonic() > stop_at:
             break
         if "$ref" in json.dumps(part):

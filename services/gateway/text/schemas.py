@@ -70,21 +70,21 @@ def schema_fault(schema: Any) -> SchemaFault | None:
     for place, value in _values(schema, ""):
         if isinstance(value, int) and abs(value) > sys.float_info.max:
             return SchemaFault(place, "must be a number that a double can hold")
-    for place, key, value in _keywords(schema, ""):
+    for place, key, value in _keywords(schema):
         inexact = _inexact(place, key, value)
         if inexact is not None:
             return inexact
     ends = _Ends(schema)
     if ends.misnamed is not None:
         name, rule = ends.misnamed
-        names = (one for one in _keywords(schema, "") if one[1] in ("$id", "$anchor"))
+        names = (one for one in _keywords(schema) if one[1] in ("$id", "$anchor"))
         place = next((place for place, _, value in names if value == name), "")
         return SchemaFault(place, rule)
     if ends.of(schema):
         return None
     if ends.is_cut:
         return SchemaFault("", "has too many references that lead to each other")
-    for place, key, kind in _keywords(schema, ""):
+    for place, key, kind in _keywords(schema):
         if key == "type" and isinstance(kind, str) and kind not in _TYPES:
             return SchemaFault(place, f"must be one of {', '.join(sorted(_TYPES))}")
     return SchemaFault(
@@ -117,7 +117,7 @@ def for_library(schema: Any, *, has_names: bool = False) -> Any:
     library takes only what it can hold an answer to. Bounds that it would widen are a little
     narrower.
 
-    has_names: see ``_keywords``.
+    has_names: see ``parts_of``.
     """
     if isinstance(schema, list):
         return [for_library(one) for one in cast("list[Any]", schema)]
@@ -140,7 +140,7 @@ def moved(schema: Any, root: str, *, has_names: bool = False) -> Any:
     """Return a schema as a part of another, at ``root``: references to its beginning lead there,
     but for those to a beginning that has a name.
 
-    has_names: see ``_keywords``.
+    has_names: see ``parts_of``.
     """
     if isinstance(schema, list):
         return [moved(one, root) for one in cast("list[Any]", schema)]
@@ -181,7 +181,7 @@ def library_fault(schema: Any, message: str) -> SchemaFault:
     for begin, keyword, plainer in _PLAINER:
         if message.startswith(begin):
             rule, words = plainer or message, words | {keyword}
-    for place, key, value in _keywords(schema, ""):
+    for place, key, value in _keywords(schema):
         if key in ("$ref", "$schema") and "$ref" in words:
             # A message has the reference as it was resolved, or only its resource or pointer.
             whole = str(value)
@@ -193,34 +193,29 @@ def library_fault(schema: Any, message: str) -> SchemaFault:
     return SchemaFault("", message)
 
 
-def _keywords(schema: Any, path: str, *, has_names: bool = False) -> Iterator[tuple[str, str, Any]]:
-    """Every keyword with its path and value. has_names: the keys are names, of properties or
-    definitions."""
-    if isinstance(schema, dict):
-        for key, value in cast("dict[str, Any]", schema).items():
-            place = f"{path}.{key}"
-            if not has_names:
-                yield place, key, value
-            if has_names or key not in _VALUES:
-                yield from _keywords(value, place, has_names=not has_names and key in _NAMED)
-    elif isinstance(schema, list):
-        for index, value in enumerate(cast("list[Any]", schema)):
-            yield from _keywords(value, f"{path}[{index}]")
+def _keywords(schema: Any) -> Iterator[tuple[str, str, Any]]:
+    """Every keyword with its path and value."""
+    for path, part in parts_of(schema):
+        for key, value in part.items():
+            yield f"{path}.{key}", key, value
 
 
-def parts_of(schema: Any, path: str = "", *, has_names: bool = False) -> Iterator[tuple[str, Any]]:
-    """Every schema within a schema, and itself, with its path: inner ones first. has_names: see
-    ``_keywords``."""
+def parts_of(
+    schema: Any, path: str = "", *, has_names: bool = False
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every schema within a schema, and itself, with its path: outer ones first. has_names: the
+    keys are names, of properties or definitions."""
     if isinstance(schema, list):
         for index, one in enumerate(cast("list[Any]", schema)):
             yield from parts_of(one, f"{path}[{index}]")
     elif isinstance(schema, dict):
-        for key, value in cast("dict[str, Any]", schema).items():
+        parts = cast("dict[str, Any]", schema)
+        if not has_names:
+            yield path, parts
+        for key, value in parts.items():
             if has_names or key not in _VALUES:
                 is_named = not has_names and key in _NAMED
                 yield from parts_of(value, f"{path}.{key}", has_names=is_named)
-        if not has_names:
-            yield path, schema
 
 
 def without_part(schema: Any, part: Any) -> Any:
@@ -340,7 +335,7 @@ class _Ends:
             return False
         return not isinstance(least, int) or least <= len(first) or self.of(parts.get("items"))
 
-    def _index(self, schema: Any, base: str) -> None:
+    def _index(self, schema: Any, base: str, *, has_names: bool = False) -> None:
         """Note what references may name ($id, $anchor), and what they name."""
         if isinstance(schema, list):
             for one in cast("list[Any]", schema):
@@ -361,8 +356,8 @@ class _Ends:
         if isinstance(ref, str):
             self._refs[id(parts)] = _joined(base, ref)
         for key, value in parts.items():
-            if key not in _VALUES:
-                self._index(value, base)
+            if has_names or key not in _VALUES:
+                self._index(value, base, has_names=not has_names and key in _NAMED)
 
     def _name(self, name: str, parts: Mapping[str, Any], own: str) -> None:
         if self._resources.setdefault(name, parts) is not parts:
@@ -372,17 +367,22 @@ class _Ends:
         base, _, fragment = ref.partition("#")
         if fragment and not fragment.startswith("/"):
             return self._resources.get(ref)
-        found = self._resources.get(base)
-        for step in unquote(fragment).split("/")[1:]:
-            key = step.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, dict):
-                found = cast("dict[str, Any]", found).get(key)
-            elif isinstance(found, list) and re.fullmatch(r"[0-9]{1,9}", key):
-                items = cast("list[Any]", found)
-                found = items[int(key)] if int(key) < len(items) else None
-            else:
-                return None
-        return found
+        return at_pointer(self._resources.get(base), fragment)
+
+
+def at_pointer(value: Any, fragment: str) -> Any | None:
+    """Return what a JSON pointer in a reference's fragment leads to within a value, None =
+    nothing."""
+    for step in unquote(fragment).split("/")[1:]:
+        key = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(value, dict):
+            value = cast("dict[str, Any]", value).get(key)
+        elif isinstance(value, list) and re.fullmatch(r"[0-9]{1,9}", key):
+            items = cast("list[Any]", value)
+            value = items[int(key)] if int(key) < len(items) else None
+        else:
+            return None
+    return value
 
 
 def _joined(base: str, ref: str) -> str:

@@ -18,10 +18,9 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, cast
-from urllib.parse import unquote
 
 from services.gateway.text.calls.parser import Said, ToolParser, num_begun, read_json
-from services.gateway.text.schemas import as_list
+from services.gateway.text.schemas import as_list, at_pointer
 
 MAX_HEAD = 256
 """Longest beginning of a call, up to the end of its name: what is longer is text."""
@@ -231,19 +230,10 @@ def _types(schema: Any, root: Any) -> set[str]:
         else:
             for key in ("anyOf", "oneOf", "allOf"):
                 waiting += as_list(fields.get(key))
-            waiting.append(_target(fields.get("$ref"), root))
+            ref = fields.get("$ref")
+            if isinstance(ref, str) and ref.startswith("#/"):
+                waiting.append(at_pointer(root, ref[1:]))
     return types
-
-
-def _target(ref: Any, root: Any) -> Any:
-    """What a reference within a schema leads to; None = nothing that is easily found."""
-    if not isinstance(ref, str) or not ref.startswith("#/"):
-        return None
-    target = root
-    for step in ref.split("/")[1:]:
-        name = unquote(step).replace("~1", "/").replace("~0", "~")
-        target = cast("dict[str, Any]", target).get(name) if isinstance(target, dict) else None
-    return target
 
 
 def _value(text: str, types: frozenset[str]) -> str:

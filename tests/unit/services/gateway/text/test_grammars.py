@@ -77,11 +77,13 @@ async def refused(value: Any, kind: Kind = "json_schema", by: Grammars | None = 
         {"type": "array", "prefixItems": [{"$ref": "#"}], "minItems": 1},
         {"anyOf": [{"$ref": "#"}, False]},
         {"allOf": [{"type": "string"}, {"$ref": "#"}]},
+        {"type": "object", "properties": {"default": {"$ref": "#"}}, "required": ["default"]},
         False,
     ],
 )
 def test_a_schema_whose_answers_never_end_is_refused(schema: Any) -> None:
-    """Recursion that nothing ends, whatever it goes through."""
+    """Recursion that nothing ends, whatever it goes through; a property may be called as a keyword
+    that holds values is."""
     fault = schema_fault(schema)
     assert fault is not None
     assert "no answer ends" in fault.rule
