@@ -120,7 +120,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         leave_output(sys.stdout)
         return EXIT_FAILED
     except OSError as error:
-        return _fail(str(error), EXIT_FAILED)
+        where = "" if error.filename is None else f"{error.filename}: "
+        return _fail(f"{where}{(error.strerror or str(error)).lower()}", EXIT_FAILED)
     return code if isinstance(code, int) else EXIT_OK
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import NamedTuple
 
 
@@ -53,9 +54,10 @@ def shape_for(*, computes: bool, cores: float, num_gpus: int) -> LocalShape:
 
 
 def find_gpus(environment: Mapping[str, str]) -> list[str]:
-    """Return the UUIDs of the GPUs that we may use, [] if there is none or no nvidia-smi to ask.
+    """Return the names of the GPUs that we may use, [] if there is none or no nvidia-smi to ask.
 
-    Not their numbers: nvidia-smi counts along the bus, CUDA begins with the fastest.
+    UUIDs, for nvidia-smi counts along the bus, and CUDA begins with the fastest; but where somebody
+    has chosen, the names that they gave, up to the first that names none: CUDA reads no further.
     """
     query = ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]
     try:
@@ -67,8 +69,12 @@ def find_gpus(environment: Mapping[str, str]) -> list[str]:
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return list(uuids.values())
-    names = [name.strip() for name in visible.split(",")]
-    return [one for name in names if (one := uuids.get(name, name)) in uuids.values()]
+
+    def is_one(name: str) -> bool:
+        return name in uuids or any(name and uuid.startswith(name) for uuid in uuids.values())
+
+    names = (name.strip() for name in visible.split(","))
+    return list(takewhile(is_one, names))
 
 
 def shares(devices: Sequence[str], *, num_cores: int, gpus: Sequence[str]) -> list[Share]:

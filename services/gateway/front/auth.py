@@ -249,7 +249,8 @@ def hash_key(
     if _KEY.fullmatch(key) is None or _LINE.fullmatch(line) is None or "#" in line:
         raise InvalidRequest(
             "a key's name is 1 to 64 characters of A-Z a-z 0-9 . _ -, its salt 1 to 128 visible "
-            "ASCII characters without #, its one right is roles, and the key itself is 1 to "
-            f"{MAX_KEY_CHARS} visible ASCII characters, spaces only between them"
+            "ASCII characters without #, its limits at most 9 digits, its one right is roles, and "
+            f"the key itself is 1 to {MAX_KEY_CHARS} visible ASCII characters, spaces only between "
+            "them"
         )
     return line

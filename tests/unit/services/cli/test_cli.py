@@ -164,6 +164,7 @@ FREE_PORTS = "gateway --http-port 0 --grpc-port 0 --mesh-port 0"
         ("top --once --url http://127.0.0.1:1", "pdmesh up", 1),
         ("chat --url http://127.0.0.1:1", "pdmesh up", 1),
         ("hash-key not/a/name", "a key's name is", 2),
+        ("hash-key a --requests-per-minute -1", "its limits at most 9 digits", 2),
         ("up --port 0 --model /no/such/folder", "--model wants a folder", 1),
         ("up --port 0 --host 203.0.113.1", "with --host", 1),
         ("up --port 0 --api-keys /no/such/file", "cannot read the API keys", 2),
@@ -217,6 +218,12 @@ def test_what_the_user_can_mend_is_one_line_with_a_remedy(
     assert err.startswith("pdmesh: ")
     assert err.count("\n") == 1
     assert words in err
+
+
+def test_a_log_that_cannot_be_written_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """In words, without the system's number."""
+    assert main("up --port 0 --engine fake --log /no/such/log".split()) == 1
+    assert capsys.readouterr().err == "pdmesh: /no/such/log: no such file or directory\n"
 
 
 def test_a_prompt_is_asked_for_where_nobody_pipes_one_in(
@@ -533,9 +540,12 @@ def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("two_gpus")
 def test_gpus_are_those_that_we_may_see(monkeypatch: pytest.MonkeyPatch) -> None:
-    """nvidia-smi tells all; CUDA_VISIBLE_DEVICES, by index or uuid, chooses and orders."""
+    """nvidia-smi tells all; CUDA_VISIBLE_DEVICES chooses and orders, in words that CUDA alone reads:
+    its numbers are not nvidia-smi's, a UUID may be cut, and what is none ends the list."""
     assert find_gpus({}) == ["GPU-aa", "GPU-bb"]
-    assert find_gpus({"CUDA_VISIBLE_DEVICES": "GPU-bb,0"}) == ["GPU-bb", "GPU-aa"]
+    assert find_gpus({"CUDA_VISIBLE_DEVICES": "1, 0"}) == ["1", "0"]
+    assert find_gpus({"CUDA_VISIBLE_DEVICES": "GPU-b"}) == ["GPU-b"]
+    assert find_gpus({"CUDA_VISIBLE_DEVICES": "1,-1,0"}) == ["1"]
     assert find_gpus({"CUDA_VISIBLE_DEVICES": ""}) == []
     monkeypatch.setenv("PATH", "/nowhere")
     assert find_gpus({}) == []
@@ -552,11 +562,11 @@ def test_gpus_are_those_that_we_may_see(monkeypatch: pytest.MonkeyPatch) -> None
             ["GPU-aa,GPU-bb", "GPU-bb,GPU-aa", "GPU-aa,GPU-bb"],
             [0.45, 0.9, 0.45],
         ),
-        (up_config(), {"CUDA_VISIBLE_DEVICES": "1"}, ["GPU-bb"], [0.9]),
+        (up_config(), {"CUDA_VISIBLE_DEVICES": "1"}, ["1"], [0.9]),
         (
             up_config(prefill=1),
             {"CUDA_VISIBLE_DEVICES": "1"},
-            ["GPU-bb", "GPU-bb"],
+            ["1", "1"],
             [0.45, 0.45],
         ),
         (up_config(decode=1, device="cuda:1", gpu_memory_share=0.8), {}, [None] * 2, [0.4, 0.4]),
