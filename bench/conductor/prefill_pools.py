@@ -442,7 +442,7 @@ class Gateway:
         worker.ended(prompt.stream_id)
         ttft_s = now - START_S - prompt.ask.due_s
         self.done.append((prompt, ttft_s))
-        expectations.ended(prompt.ask.num_input, prompt.ask.num_output)
+        expectations.lengths.ended(prompt.ask.num_input, prompt.ask.num_output)
         prediction = prompt.decision.prediction
         surprise = abs(prompt.num_cached - prompt.decision.num_cached)
         if surprise <= SMALL_SURPRISE * prompt.ask.num_input and prediction is not None:

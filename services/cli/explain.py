@@ -76,9 +76,9 @@ def explain(
     load_policy(policy)
     if replay:
         for decision in told["decisions"]:
-            again = decide_again(decision)
-            is_same = is_same and not again.differences
-            verdict = "; ".join(again.differences) or "the same pair, from the same scores"
+            differences = decide_again(decision)
+            is_same = is_same and not differences
+            verdict = "; ".join(differences) or "the same pair, from the same scores"
             print(f"attempt {decision['attempt']} decided again: {verdict}")
     return EXIT_OK if is_same else EXIT_FAILED
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from dataclasses import replace as dataclass_replace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from services.gateway.core.index.fetches import NOTHING, Fetch, Hit
 from services.gateway.core.routing.pools import pool_of
@@ -137,17 +137,8 @@ def _side(
     ]
 
 
-class Replay(NamedTuple):
-    """What the policy takes when it is asked again. differences: sentences; none = all is as
-    recorded."""
-
-    prefill: str
-    decode: str
-    differences: list[str]
-
-
-def replay(record: Mapping[str, Any]) -> Replay:
-    """Decide again from a record.
+def replay(record: Mapping[str, Any]) -> list[str]:
+    """Decide again from a record. Returns what differs, in sentences; none = all is as recorded.
 
     Raises InvalidRequest: it is no record, or of a policy that this release does not have.
     """
@@ -161,7 +152,7 @@ def replay(record: Mapping[str, Any]) -> Replay:
         ) from None
 
 
-def _replay(record: Mapping[str, Any]) -> Replay:
+def _replay(record: Mapping[str, Any]) -> list[str]:
     name = record["policy"]
     if name not in POLICIES:
         raise InvalidRequest(
@@ -212,7 +203,6 @@ def _replay(record: Mapping[str, Any]) -> Replay:
         worker.status = dataclass_replace(worker.status, speeds=speeds)
     scores = policy.scores(request, sides)
     prefill, decode = policy.choose(request, sides, scores, record["random"])
-    chosen = _hex(prefills[prefill].incarnation), _hex(decodes[decode].incarnation)
     differences = [
         f"{side} worker {it['worker']} had score {it['score']}, and has {score} now"
         for side, recorded, scored in (
@@ -222,15 +212,11 @@ def _replay(record: Mapping[str, Any]) -> Replay:
         for it, score in zip(recorded, scored, strict=True)
         if it["score"] != score
     ]
-    differences += [
-        f"{side}: {before} was taken ({pool_of(worker).value} now is {now})"
-        for side, before, now, worker in (
-            ("prefill", record["prefill"], chosen[0], prefills[prefill]),
-            ("decode", record["decode"], chosen[1], decodes[decode]),
-        )
-        if before != now
+    return differences + [
+        f"{side}: {record[side]} was taken ({pool_of(worker).value} now is {now})"
+        for side, worker in (("prefill", prefills[prefill]), ("decode", decodes[decode]))
+        if (now := _hex(worker.incarnation)) != record[side]
     ]
-    return Replay(*chosen, differences)
 
 
 class _RecordedFetches:

@@ -150,10 +150,6 @@ class Expectations:
         length = self.lengths.quantile(num_tokens, 0.5)
         return None if length is None else int(length)
 
-    def ended(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """An answer is whole."""
-        self.lengths.ended(num_prompt_tokens, num_output_tokens)
-
     def handed_over(self, seconds: float, *, is_colocated: bool) -> None:
         """Token 1 left the gateway so long after prefill had it."""
         self._handovers[is_colocated].add(seconds)

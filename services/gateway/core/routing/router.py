@@ -127,7 +127,7 @@ class Router:
         """
         expectations = self.expectations
         if came.is_whole:
-            expectations.ended(came.prompt_tokens, came.output_tokens)
+            expectations.lengths.ended(came.prompt_tokens, came.output_tokens)
         if came.num_attempts > 1 or came.ttft_s is None:
             return None
         # Without a source it waited for what another prompt had sent, whose client has left.

@@ -63,7 +63,7 @@ def test_transfers_and_lengths_join_once_they_are_known() -> None:
         num_bytes = number * prefill.layout.token_bytes
         link = KvLink(prefill.incarnation, decode.incarnation, "tcp")
         expectations.transfers.observe(link, num_bytes, number)
-        expectations.ended(90, 7)
+        expectations.lengths.ended(90, 7)
     expected = expectations.predict(prefill, decode, 90, 1.0)
     assert expected is not None
     assert expected.transfer_s == pytest.approx(90, rel=0.01)
