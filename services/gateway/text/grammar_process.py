@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from services.gateway.text.bounded_work import Unfinished, WorkProcess, answer_all
+from services.gateway.text.bounded_work import GIVE_UP_S, Unfinished, WorkProcess, answer_all
 from shared.grammar import library, matcher
 
 MAX_COMPILE_S = 0.5
@@ -39,9 +39,9 @@ _UNFINISHED = {
 class GrammarProcess(WorkProcess):
     """The gateway's end."""
 
-    def __init__(self, limit_s: float) -> None:
+    def __init__(self, limit_s: float = MAX_COMPILE_S, *, give_up_s: float = GIVE_UP_S) -> None:
         """limit_s: most processor time of one grammar."""
-        super().__init__(__name__, limit_s)
+        super().__init__(__name__, limit_s, give_up_s=give_up_s)
 
     def check(self, grammar: str) -> Verdict:
         """Return the verdict on a grammar.

@@ -222,7 +222,7 @@ def test_what_the_user_can_mend_is_one_line_with_a_remedy(
 
 def test_a_log_that_cannot_be_written_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     """In words, without the system's number."""
-    assert main("up --port 0 --engine fake --log /no/such/log".split()) == 1
+    assert main(["up", "--port", "0", "--engine", "fake", "--log", "/no/such/log"]) == 1
     assert capsys.readouterr().err == "pdmesh: /no/such/log: no such file or directory\n"
 
 
@@ -540,8 +540,8 @@ def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("two_gpus")
 def test_gpus_are_those_that_we_may_see(monkeypatch: pytest.MonkeyPatch) -> None:
-    """nvidia-smi tells all; CUDA_VISIBLE_DEVICES chooses and orders, in words that CUDA alone reads:
-    its numbers are not nvidia-smi's, a UUID may be cut, and what is none ends the list."""
+    """nvidia-smi tells all; CUDA_VISIBLE_DEVICES chooses and orders, in words that are CUDA's: its
+    numbers are not nvidia-smi's, a UUID may be cut, and what is none ends the list."""
     assert find_gpus({}) == ["GPU-aa", "GPU-bb"]
     assert find_gpus({"CUDA_VISIBLE_DEVICES": "1, 0"}) == ["1", "0"]
     assert find_gpus({"CUDA_VISIBLE_DEVICES": "GPU-b"}) == ["GPU-b"]
