@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import unicodedata
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Final
@@ -146,7 +147,8 @@ def print_piece(piece: str) -> None:
     """Print a piece of an answer as it is, or for a terminal without control characters: no answer
     moves the cursor or speaks to the terminal."""
     if sys.stdout.isatty():
-        piece = "".join(c for c in piece if c.isprintable() or c in "\n\t")
+        # Spaces other than ours, and what joins the parts of a character, are printable enough.
+        piece = "".join(c for c in piece if unicodedata.category(c) != "Cc" or c in "\n\t")
     print(piece, end="", flush=True)
 
 

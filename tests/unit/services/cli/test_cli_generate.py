@@ -178,13 +178,14 @@ class serving:
 def test_an_answer_speaks_to_people_and_not_to_their_terminal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Control characters are left out on a terminal, and kept for a file."""
-    text = "a\x1b[2Jb\tc\nd\x07é"
+    """Control characters are left out on a terminal, and kept for a file; all other spaces, and
+    what joins letters, stay."""
+    text = "a\x1b[2Jb\tc\nd\x07\x9bé\u00a0\u3000\u200d!"
     monkeypatch.setattr(sys, "stdout", out := io.StringIO())
     print_piece(text)
     monkeypatch.setattr(out, "isatty", lambda: True)
     print_piece(text)
-    assert out.getvalue() == text + "a[2Jb\tc\ndé"
+    assert out.getvalue() == text + "a[2Jb\tc\ndé\u00a0\u3000\u200d!"
 
 
 def test_a_receipt_is_a_table_whose_phases_have_names() -> None:
