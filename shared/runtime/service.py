@@ -117,14 +117,15 @@ def run_configured(name: str, kind: type[Config], run: Callable[[Config], int]) 
     """Set logging up and ``run`` with the configuration of ``PDMESH_*``; return the exit code.
 
     A configuration that is wrong is told like any failure to start: in one line, and to the parent.
-    Likewise an argument: there are none, and who gives a flag would have it overlooked.
+    Likewise an argument: there are none but --help, and a flag must not be overlooked.
     """
+    usage = f"takes no arguments, PDMESH_* configure it; `pdmesh {name}` takes flags (--help)"
+    if sys.argv[1:] in (["--help"], ["-h"]):
+        print(f"python -m services.{name} {usage}")
+        return EXIT_OK
     try:
         if len(sys.argv) > 1:
-            raise InvalidRequest(
-                f"{sys.argv[1]!r}: this process takes no arguments, PDMESH_* configure it; `pdmesh "
-                f"{name}` takes flags (--help)"
-            )
+            raise InvalidRequest(f"{sys.argv[1]!r}: this process {usage}")
         config = read_config(kind, os.environ)
     except InvalidRequest as error:
         refusal = error

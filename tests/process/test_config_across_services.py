@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.runtime.service import EXIT_BAD_CONFIG, EXIT_FAILED
+from shared.runtime.service import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK
 from tests.support.command import pdmesh, run_pdmesh
 from tests.support.process_mesh import ROLES, a_prompt, fake_ids, process_mesh
 
@@ -82,6 +82,19 @@ async def test_an_argument_is_refused_and_not_overlooked(role: str) -> None:
     _, told = await process.communicate()
     assert (process.returncode, told.count(b"\n")) == (EXIT_BAD_CONFIG, 1), told
     assert f"`pdmesh {role}` takes flags" in told.decode()
+
+
+@pytest.mark.parametrize("role", ["gateway", *ROLES])
+async def test_help_says_how_the_process_is_configured(role: str) -> None:
+    """And it is no mistake to ask."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", f"services.{role}", "--help"),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    told, errors = await process.communicate()
+    assert (process.returncode, errors) == (EXIT_OK, b"")
+    assert f"PDMESH_* configure it; `pdmesh {role}` takes flags (--help)" in told.decode()
 
 
 @pytest.mark.usefixtures("starts_are_executed")  # the kernel shows the environment of a start
