@@ -115,7 +115,10 @@ def chat(
     out.print(f"{name}  (/help, /quit)", style="dim")
     if served and served[0]["id"] == DEMO_MODEL:
         out.print(DEMO_NOTE, style="dim")
-    _Dialogue(talk, out).run(typed_lines(COMMANDS, is_history_kept=history))
+    try:
+        _Dialogue(talk, out).run(typed_lines(COMMANDS, is_history_kept=history))
+    except KeyboardInterrupt:  # between an answer and the next line: where nothing is typed
+        print(flush=True)
     return EXIT_OK
 
 

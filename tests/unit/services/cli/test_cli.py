@@ -7,6 +7,7 @@ import dataclasses
 import io
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -248,6 +249,23 @@ def test_an_empty_prompt_is_no_question(
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
     assert main(["generate", *arguments, "--url", "http://127.0.0.1:1"]) == 2
     assert "the prompt is empty" in capsys.readouterr().err
+
+
+def test_ctrl_c_between_an_answer_and_the_next_line_leaves_a_chat(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As where nothing is typed: with 0, and the shell's next line is its own."""
+
+    def lines(*_: object, **__: object) -> Iterator[str]:
+        signal.raise_signal(signal.SIGINT)
+        yield "nobody is asked this"
+
+    monkeypatch.setattr("services.cli.chat_input.typed_lines", lines)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    with StubGateway({"/v1/models": {"data": []}}) as gateway:
+        assert main(["chat", "--url", gateway.url]) == 0
+    out, err = capsys.readouterr()
+    assert (out[-2:], err) == ("\n\n", "")
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
