@@ -6,28 +6,12 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Annotated, Final, Literal
+from typing import IO, Annotated, Final, Literal
 
 from cyclopts import App, CycloptsError, Group, UnknownOptionError, UnusedCliTokensError
 
 from services.cli import help_texts
-from services.cli.bench.command import bench
-from services.cli.chat import chat
-from services.cli.config import config
-from services.cli.demo import demo
-from services.cli.doctor.report import doctor
-from services.cli.explain import explain
-from services.cli.generate import generate
-from services.cli.keys import hash_key, secret
-from services.cli.models import models
-from services.cli.one_service import decode, gateway, prefill
-from services.cli.profile import profile
-from services.cli.role import role
 from services.cli.sources import PLAIN, QUIET, SOURCES
-from services.cli.status import leave_output
-from services.cli.top import top
-from services.cli.tour import tour
-from services.cli.up import up
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig
 from shared.errors import InvalidRequest, MeshError
 from shared.runtime.service import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK
@@ -83,17 +67,33 @@ def completion(
 
 
 COMMANDS: Final = (
-    (LOCAL, (demo, up, doctor, profile, tour)),
-    (SERVICES, (gateway, prefill, decode)),
-    (CLIENT, (chat, generate, models, top, role, explain, bench)),
-    (OTHER, (completion, config, hash_key, secret, version)),
+    (LOCAL, "demo:demo up:up doctor.report:doctor profile:profile tour:tour"),
+    (SERVICES, "one_service:gateway one_service:prefill one_service:decode"),
+    (
+        CLIENT,
+        "chat:chat generate:generate models:models top:top role:role explain:explain "
+        "bench.command:bench",
+    ),
+    (OTHER, "app:completion config:config keys:hash_key keys:secret app:version"),
 )
+"""Where each stands. It is imported when it is asked for, so that a gateway holds nothing that
+draws on terminals, and no command waits for what another needs."""
+
+NAMES: Final[list[str]] = []
+
 for group, commands in COMMANDS:
-    for place, command in enumerate(commands):
-        name = command.__name__.replace("_", "-")
+    for place, path in enumerate(commands.split()):
+        name = path.partition(":")[2].replace("_", "-")
         help_epilogue = help_texts.examples(name)
-        app.command(command, name=name, group=group, help_epilogue=help_epilogue, sort_key=place)
+        path = f"services.cli.{path}"
+        app.command(path, name=name, group=group, help_epilogue=help_epilogue, sort_key=place)
+        NAMES.append(name)
 app.command("services.cli.plan.app:plan_app", name="plan", group=PLANS, help=help_texts.PLAN_IS)
+
+
+def load_commands() -> list[App]:
+    """Import all but plan, and return them: the overview has the first sentence of each."""
+    return [app[name] for name in NAMES]
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -103,6 +103,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     if not os.environ.get("COLUMNS", "").strip("0"):
         os.environ.pop("COLUMNS", None)  # a terminal of no width is one that does not say its own
     given = sys.argv[1:] if arguments is None else arguments
+    if not given or given[0] in ("--help", "-h"):
+        load_commands()
     try:
         "".join(given).encode()  # bytes that are no UTF-8 came as surrogates
         code = app(given, exit_on_error=False, print_error=False)
@@ -117,12 +119,19 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except MeshError as error:
         return _fail(error.message, EXIT_FAILED)
     except BrokenPipeError:
-        leave_output(sys.stdout)
+        _leave_output(sys.stdout)
         return EXIT_FAILED
     except OSError as error:
         where = "" if error.filename is None else f"{error.filename}: "
         return _fail(f"{where}{(error.strerror or str(error)).lower()}", EXIT_FAILED)
     return code if isinstance(code, int) else EXIT_OK
+
+
+def _leave_output(stream: IO[str]) -> None:
+    """Write to nowhere from now on, so that what is still in the buffer fails nothing at exit."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 def _wrong(error: CycloptsError) -> str:

@@ -4,7 +4,6 @@ change."""
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Generator
@@ -114,13 +113,6 @@ class LiveView:
                 for_s = f"{time.monotonic() - since:.0f} s"
             table.add_row(service.name, state, Text(_facts(service), style="dim"), for_s)
         return table
-
-
-def leave_output(stream: IO[str]) -> None:
-    """Write to nowhere from now on, so that what is still in the buffer fails nothing at exit."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
 
 
 def _facts(service: Service) -> str:

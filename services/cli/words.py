@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import orjson
-from rich.console import Console
-from rich.table import Table
+
+if TYPE_CHECKING:
+    from rich.console import Console  # not for services, which draw nothing
+    from rich.table import Table
 
 _UNITS: Final = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
@@ -21,6 +23,8 @@ def print_json(value: Any) -> None:
 def plain_console(width: int = 160, *, stderr: bool = False) -> Console:
     """Return the console of results, or of words beside them: as wide as the terminal, or as a page
     that nobody's window holds. Brackets in names, paths and addresses are no markup."""
+    from rich.console import Console
+
     console = Console(stderr=stderr, highlight=False, markup=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = width
@@ -36,6 +40,8 @@ def print_lines(lines: Iterable[str]) -> None:
 
 def plain_table(*heads: str, left: Collection[str] = ()) -> Table:
     """Return a table without frames, of numbers. left: the columns of words."""
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False)
     for head in heads:
         table.add_column(head, justify="left" if head in left else "right")

@@ -43,9 +43,7 @@ CLI = "services.cli"
 BENCH = "tests.support.small_bench"
 WORKERS = ("services.prefill", "services.decode")
 TAKEN = (CLI, BENCH, "services.gateway", *WORKERS)
-IMPORTED_LATE = (
-    "services.cli.app", "services.cli.up", "shared.engine.fake", "ucxx._lib.libucxx", "uvloop",
-)  # fmt: skip
+IMPORTED_LATE = ("shared.engine.fake", "ucxx._lib.libucxx", "uvloop")
 
 COMPUTING = {"prefill", "decode", "profile"}
 """Commands that load torch, unless told otherwise."""
@@ -346,6 +344,8 @@ if __name__ == "__main__":
     for name in (*(f"{name}.__main__" for name in services), *IMPORTED_LATE):
         with contextlib.suppress(ImportError):  # not everybody has everything
             importlib.import_module(name)
+    with contextlib.suppress(ImportError):
+        importlib.import_module("services.cli.app").load_commands()
     for name in services:
         sys.modules.pop(f"{name}.__main__", None)  # each runs its own
     gc.collect()

@@ -358,14 +358,14 @@ def test_workers_without_their_packages_tell_how_to_install_them(
 
 def test_a_gateway_command_loads_neither_torch_nor_ucxx() -> None:
     """Its image has none of them, so the whole command line must do without; and nothing that draws
-    on terminals, which structlog would bring."""
+    on terminals, which structlog and other commands would bring."""
     program = """
 import sys
 from services.cli import main
 ports = ["--http-port", "0", "--grpc-port", "0", "--mesh-port", "0"]
 code = main(["gateway", *ports, "--model", "/no/such/folder"])
 heavy = {"torch", "numpy", "ucxx", "xxhash", "safetensors", "transformers"} & set(sys.modules)
-heavy |= {"pygments", "rich.traceback"} & set(sys.modules)
+heavy |= {"pygments", "rich", "prompt_toolkit"} & set(sys.modules)
 ours = [name for name in sys.modules if name.startswith(("shared.engine.load", "shared.transport"))]
 assert "services.gateway.app" in sys.modules
 print(code, sorted(heavy), ours)
