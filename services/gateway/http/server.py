@@ -31,6 +31,7 @@ from shared.errors import DeadlinePassed, Forbidden, InvalidRequest, NotFound
 from shared.telemetry.moments import Moment, note
 
 BODY_TIMEOUT_S = 30.0
+"""For a whole body: the largest one crosses in time at 1.2 Mbit/s."""
 
 _PLAIN_PATH = re.compile(r"[\w./-]{1,64}", re.ASCII)
 _PART = re.compile(r"\{(\w+)(?::(.+?))?\}")
