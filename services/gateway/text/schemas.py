@@ -324,7 +324,10 @@ class _Ends:
         known = cast("dict[str, Any]", properties) if isinstance(properties, dict) else {}
         required = [key for key in as_list(parts.get("required")) if isinstance(key, str)]
         self._num_visits += len(required)
-        return all(self.of(known[key]) for key in required if key in known)
+        others = parts.get("additionalProperties")
+        if not isinstance(others, dict) or "patternProperties" in parts:
+            others = None  # the library says what may not be there at all
+        return all(self.of(known.get(key, others)) for key in required)
 
     def _array_ends(self, parts: Mapping[str, Any]) -> bool:
         least = parts.get("minItems", 0)

@@ -78,6 +78,7 @@ async def refused(value: Any, kind: Kind = "json_schema", by: Grammars | None = 
         {"anyOf": [{"$ref": "#"}, False]},
         {"allOf": [{"type": "string"}, {"$ref": "#"}]},
         {"type": "object", "properties": {"default": {"$ref": "#"}}, "required": ["default"]},
+        {"type": "object", "additionalProperties": {"$ref": "#"}, "required": ["a"]},
         False,
     ],
 )
@@ -99,6 +100,7 @@ def test_a_schema_whose_answers_never_end_is_refused(schema: Any) -> None:
         {"anyOf": [{"type": "null"}, {"type": "array", "items": {"$ref": "#"}, "minItems": 1}]},
         {"$ref": "#/$defs/node", "$defs": {"node": {**NODE, "required": ["v"]}}},
         {"type": ["object", "null"], "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+        {"type": "object", "additionalProperties": {"$ref": "#"}},
         {"$ref": "#/$defs/a~1b", "$defs": {"a/b": {"type": "string"}}},
         {"$ref": "#/$defs/nowhere"},
     ],
