@@ -195,6 +195,5 @@ def require_worker_modules(config: WorkerConfig) -> None:
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise InvalidRequest unless the condition holds."""
     if not condition:
         raise InvalidRequest(message)

@@ -78,8 +78,6 @@ class LineView:
 
 
 class LiveView:
-    """A table that is drawn anew."""
-
     def __init__(self, console: Console, is_transient: bool) -> None:
         self._console = console
         self._mesh: LocalMesh | None = None
@@ -116,7 +114,6 @@ class LiveView:
 
 
 def _facts(service: Service) -> str:
-    """What is worth knowing beside the phase."""
     parts: list[str] = []
     if service.phase is Phase.CRASHED:
         parts.append(last_word(service))

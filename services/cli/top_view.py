@@ -214,7 +214,6 @@ def _transfers(view: Mapping[str, Any], is_wide: bool) -> RenderableType:
 
 
 def _planner(planner: Mapping[str, Any]) -> RenderableType:
-    """Return what is wanted beside what is there, and what is done or would be."""
     lines = [
         f"{role}: {planner['present'].get(role, 0)} here, {num} wanted"
         + (f", busy {planner['busy'][role]:.0%}" if role in planner["busy"] else "")

@@ -16,7 +16,6 @@ _UNITS: Final = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
 def print_json(value: Any) -> None:
-    """Print it for programs; what JSON does not know as text."""
     print(orjson.dumps(value, default=str, option=orjson.OPT_INDENT_2).decode())
 
 

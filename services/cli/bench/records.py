@@ -69,7 +69,6 @@ class Record:
 
     @property
     def lag_s(self) -> float:
-        """How late we were."""
         return self.sent_at - self.due_at
 
     def add(self, at: float, num_tokens: int) -> None:
@@ -92,7 +91,6 @@ class Record:
         self.num_output = total
 
     def fail(self, end: Ending, error: str) -> None:
-        """Note an end that is not a good one."""
         self.end = end
         self.error = " ".join(error.split())[:300]
 

@@ -166,7 +166,6 @@ def _plot(rows: Sequence[ReportedRequest], slo: Slo, path: Path) -> None:
 
 
 def save_picture(figure: Any, path: Path) -> None:
-    """Write one of matplotlib's figures as SVG."""
     matplotlib: Any = importlib.import_module("matplotlib")
     # Text stays text: small, selectable. Names within a picture come from what it shows.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "pdmesh"}):

@@ -63,7 +63,6 @@ async def progress_of(run: Run, console: Console, title: str) -> AsyncGenerator[
 
 
 def report_view(report: Mapping[str, Any]) -> RenderableType:
-    """Return the report: one run in full, several as a table."""
     runs: Sequence[Mapping[str, Any]] = report["runs"]
     found = report["endpoints"][0]
     head = Text("pdmesh bench ", style="bold")

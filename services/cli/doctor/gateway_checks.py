@@ -28,7 +28,6 @@ async def check_gateway(gateway: RunningGateway) -> list[Finding]:
 
 
 async def is_ours(port: int) -> bool:
-    """Whether a gateway of ours listens on this port of this machine."""
     try:
         url = f"http://127.0.0.1:{port}"
         answer = await RunningGateway(url=url).ask("/health", limit_s=ANSWERS_WITHIN_S)

@@ -128,7 +128,6 @@ def has_numa() -> bool:
 
 
 def check_grammars() -> Finding:
-    """Whether answers can be held to a schema."""
     try:
         return right("llguidance", f"{grammar.release()}, for structured output")
     except InvalidRequest as error:

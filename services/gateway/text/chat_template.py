@@ -201,7 +201,6 @@ def _calls_of(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 
 def _with_texts(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message whose calls have their arguments as JSON."""
     if not (calls := _calls_of(message)):
         return message
     shown: list[dict[str, Any]] = []

@@ -147,7 +147,6 @@ class StreamDetokenizer:
         return self._rest() if self._pending else ""
 
     def _rest(self) -> str:
-        """Return the text of what is pending."""
         text = self._decode(self._given + self._pending)
         if self._told:
             return self._new(text)

@@ -90,7 +90,6 @@ def byte_tokenizer() -> object:
 
 
 def main() -> None:
-    """Answer until the other end is gone."""
     tokenizer = byte_tokenizer()
 
     def outcome(work: bytes) -> bytes:

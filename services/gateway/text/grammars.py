@@ -389,7 +389,6 @@ def _forms(structure: Structure, marks: Mapping[str, str]) -> str:
 
 
 def _json_rule(structure: Structure, value: Any, index: int) -> str:
-    """A schema of one of a structure's parts."""
     schema = _schema(structure, value, f"[{index}].schema")
     options = _json_options(structure.whitespace, json.dumps(schema))
     return f"%json {json.dumps(schema | {'x-guidance': options})}"

@@ -104,7 +104,6 @@ def _outcome(work: bytes) -> bytes:
 
 
 def main() -> None:
-    """Answer until the other end is gone."""
     answer_all(_outcome)
 
 

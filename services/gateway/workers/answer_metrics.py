@@ -39,8 +39,6 @@ TOKENS_BUCKETS = (
 
 
 class AnswerMetrics(AnswerWatcher):
-    """One gateway's metrics of its answers."""
-
     def __init__(self, registry: CollectorRegistry) -> None:
         def tallies(name: str, text: str, buckets: Sequence[float], label: str = "") -> Tallies:
             name = f"pdmesh_gateway_{name}"

@@ -216,7 +216,6 @@ class Membership:
         self._tell_usability()
 
     def _tell_usability(self) -> None:
-        """Have everybody look again who waits for workers."""
         self.usability.tell()
         self.on_news(None)
 

@@ -84,7 +84,6 @@ class LegShell:
         self._request.granted(self._attempt)
 
     def joined(self, event: wire.Joined) -> None:
-        """Decode has all KV."""
         self._request.timeline.joined(
             num_bytes=event.bytes_received,
             receive_s=codec.told_s(event.receive_s),
@@ -93,7 +92,6 @@ class LegShell:
         self._request.lifecycle.joined(self._attempt)
 
     def failed(self, error: MeshError, *, lost: bool) -> None:
-        """The worker reported a failure, or is gone."""
         self._request.apply(
             self._request.lifecycle.leg_failed(self._attempt, self.leg, error, lost=lost)
         )

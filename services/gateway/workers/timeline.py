@@ -190,7 +190,6 @@ class Timeline:
             self.cached_tokens = times.cached_tokens
 
     def granted(self, *, cached_tokens: int, wait_s: float) -> None:
-        """Decode has room."""
         self._decode_cached_tokens = cached_tokens
         self._reserve_wait_s = wait_s
 
@@ -246,7 +245,6 @@ class Timeline:
     # --- the end --------------------------------------------------------------------------------
 
     def abandoned(self) -> None:
-        """The client left before the end."""
         self._is_abandoned = True
 
     def ended(self, error: MeshError | None, finish: FinishReason = FinishReason.NONE) -> None:
