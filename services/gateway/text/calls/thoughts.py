@@ -84,6 +84,8 @@ class ThoughtParser:
 
     def finish(self) -> list[Said]:
         self._held += "".join(self._spaces)
+        if self._is_decided and self._is_blank:
+            self._held = self._held.lstrip()
         if self._is_thinking:
             return _thought(self._held)
         said = self._rest()

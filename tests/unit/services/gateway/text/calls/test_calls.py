@@ -550,6 +550,8 @@ def test_a_named_call_is_its_arguments() -> None:
         ("a < b <think> x </think>", False, "", "a < b <think> x </think>"),
         ("why not </thin", True, "why not </thin", ""),
         ("<think></think>so", False, "", "so"),
+        ("<think> \n", False, "", ""),
+        ("<think>why</think> \n", False, "why", ""),
     ],
 )
 def test_thinking(text: str, is_open: bool, thought: str, words: str) -> None:
