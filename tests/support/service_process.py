@@ -13,6 +13,7 @@ import re
 import signal
 import socket
 import struct
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ ENDS_WITHIN_S = 60.0
 """Also the limit for its words."""
 
 _PORTS = random.SystemRandom()
-_GIVEN: set[int] = set()
+_GIVEN: deque[int] = deque(maxlen=300)
 
 
 class ServiceProcess(asyncio.SubprocessProtocol):
@@ -156,19 +157,20 @@ def free_port(count: int = 1) -> int:
     """The first of so many ports in a row that nobody uses now, and that the system gives nobody
     who asks for any port.
 
-    Each is given once: who got one binds it later, often a second later. Of its own source: the
-    tests' is seeded anew for each, so that they would draw the same ports. Each process of tests
-    that run side by side has ports of its own.
+    None of the last 300 is given again: who got one binds it later, often a second later, and a run
+    of all tests takes more than there are. Of its own source: the tests' is seeded anew for each,
+    so that they would draw the same ports. Each process of tests that run side by side has ports of
+    its own.
     """
     process = int(os.environ.get("PYTEST_XDIST_WORKER", "gw15").removeprefix("gw"))
     own = range(20_000, 30_000)[process % 16 * 625 :][:625]
     while True:
         first = _PORTS.choice(own[: 1 - count or None])
         wanted = range(first, first + count)
-        if not _GIVEN.isdisjoint(wanted):
+        if not {*wanted}.isdisjoint(_GIVEN):
             continue
         with contextlib.suppress(OSError), contextlib.ExitStack() as probes:
             for port in wanted:
                 probes.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            _GIVEN.update(wanted)
+            _GIVEN.extend(wanted)
             return first
