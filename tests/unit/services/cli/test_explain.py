@@ -1,14 +1,19 @@
-"""``pdmesh explain`` on files: what is no record is refused in one line."""
+"""``pdmesh explain`` on files: what is no record is refused in one line; and who is asked."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.cli.app import run
+from services.cli.client import GatewayRefused
+from services.cli.explain import explain
 
 NAMED: dict[str, Any] = {"request_id": "0" * 32, "ended": True}
 
@@ -56,3 +61,42 @@ def test_a_path_is_no_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     for path, why in ((tmp_path, "is a directory"), (tmp_path / "lost.json", "no such file")):
         assert run(["explain", str(path)]) == 2
         assert why in capsys.readouterr().err
+
+
+class OnePort:
+    """Gateway processes at one port: a connection finds any of them. One knows the request."""
+
+    def __init__(self, num_processes: int, *, knows: bool = True) -> None:
+        self.access = self
+        self.num_connections = 0
+        self._num_processes = num_processes
+        self._knows = knows
+        self._rng = random.Random(num_processes)
+
+    @contextlib.asynccontextmanager
+    async def session(self) -> AsyncIterator[int]:
+        self.num_connections += 1
+        yield self._rng.randrange(self._num_processes)
+
+    async def call(self, process: int, path: str) -> dict[str, Any]:
+        if path == "/cluster":
+            return {"gateway": {"incarnation": f"{process:016x}"}}
+        if process or not self._knows:
+            raise GatewayRefused("this gateway remembers no request", code="no_request")
+        return {**NAMED, "decisions": [], "receipt": {"queue_s": 0.0, "errors": []}}
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 8, 64])
+def test_each_process_of_a_port_is_asked(num_processes: int) -> None:
+    """As many connections as it takes to meet one of the most that there may be, nearly always."""
+    gateway: Any = OnePort(num_processes)
+    for _ in range(100):
+        assert explain("0" * 32, gateway=gateway) == 0
+
+
+def test_a_gateway_alone_is_not_asked_for_long() -> None:
+    """It forgot the request, and says so."""
+    gateway: Any = OnePort(1, knows=False)
+    with pytest.raises(GatewayRefused, match="remembers no request"):
+        explain("0" * 32, gateway=gateway)
+    assert gateway.num_connections == 16
