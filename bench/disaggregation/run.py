@@ -36,9 +36,9 @@ from services.cli.bench.endpoints import ServerEndpoint, fit_of, open_endpoints
 from services.cli.bench.open_loop import run_open_loop
 from services.cli.bench.records import Run
 from services.cli.bench.search import RateSearch
-from services.cli.bench.sources import Lengths, Sessions, Shape
+from services.cli.bench.sources import Lengths, Sessions, Shape, Source
 from services.cli.bench.summary import summarize
-from services.cli.bench.workload import Ask, Fit, Load, Source, plan
+from services.cli.bench.workload import Ask, Fit, Load, plan
 from services.local import LocalMesh, local_mesh, plan_services, wait_for_pair
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig
 from shared.model_folder import DEMO_FOLDER

@@ -37,9 +37,9 @@ from bench.plots import Panel, Pictures, save
 from bench.record import Record, spread
 from services.cli.bench.endpoints import ServerEndpoint, open_endpoints
 from services.cli.bench.records import Ending, Run
-from services.cli.bench.sources import Sessions
+from services.cli.bench.sources import Sessions, Source
 from services.cli.bench.summary import summarize
-from services.cli.bench.workload import Load, Source
+from services.cli.bench.workload import Load
 from shared.telemetry.definitions import goodput
 
 HERE = Path(__file__).parent

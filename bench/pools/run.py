@@ -27,8 +27,8 @@ import structlog
 from bench.plots import Panel, Pictures, Spread, save
 from bench.record import Record, spread
 from services.cli.bench.prompts import Prompts
-from services.cli.bench.sources import Lengths, Sessions, Shape
-from services.cli.bench.workload import Load, Source, Workload, plan
+from services.cli.bench.sources import Lengths, Sessions, Shape, Source
+from services.cli.bench.workload import Load, Workload, plan
 from services.gateway.core.routing.pools import Pool, pool_of
 from shared.engine.base import OnLayer
 from shared.engine.fake import FakeEngine, FakeModel, FakeTiming

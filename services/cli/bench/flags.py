@@ -11,8 +11,8 @@ from typing import Annotated, Any, Final, Literal
 from cyclopts import Group, Parameter, Token
 
 from services.cli.bench.endpoints import Api
-from services.cli.bench.sources import SHAPES, fixed, read_trace
-from services.cli.bench.workload import Arrivals, Fit, Load, Source
+from services.cli.bench.sources import SHAPES, Source, Trace, fixed, read_trace
+from services.cli.bench.workload import Arrivals, Fit, Load
 from services.cli.flags import require
 from services.cli.quantities import Seconds, TpotFlag, TtftFlag
 from services.cli.sources import flag_of
@@ -190,7 +190,7 @@ class BenchFlags:
 
     def first_rates(self, source: Source) -> tuple[float | None, ...]:
         """Return the rate of each run, None for a trace's own; of a search the first."""
-        plays_trace = source.has_times and self.arrivals != "poisson" and not self.goodput
+        plays_trace = isinstance(source, Trace) and self.arrivals != "poisson" and not self.goodput
         return self.rates or (self.rate or (None if plays_trace else 1.0),)
 
     def load(self, rate: float | None) -> Load:

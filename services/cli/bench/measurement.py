@@ -16,9 +16,10 @@ from services.cli.bench.flags import BenchFlags
 from services.cli.bench.open_loop import run_open_loop
 from services.cli.bench.records import Run
 from services.cli.bench.search import RateSearch
+from services.cli.bench.sources import Source
 from services.cli.bench.summary import summarize
 from services.cli.bench.view import progress_of, rate_text
-from services.cli.bench.workload import AS_IT_COMES, Fit, Load, Source, Workload, planning
+from services.cli.bench.workload import AS_IT_COMES, Fit, Load, Workload, planning
 from services.cli.client import NO_ACCESS, Access
 from services.cli.flags import CannotRun
 from services.cli.words import plain_console
@@ -98,12 +99,9 @@ class Measurement:
     async def plan(self, load: Load) -> Workload:
         """Plan a run; a signal is heard meanwhile."""
         steps = planning(self.source, load, self._fit, is_to_be_sent=True)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as end:
-                return end.value
+        while (workload := next(steps)) is None:  # noqa: ASYNC110  it is made here
             await asyncio.sleep(0)
+        return workload
 
     async def _send(self, run: Run) -> None:
         await run_open_loop(

@@ -42,7 +42,6 @@ class Shape:
     name: str
     input: Lengths
     output: Lengths
-    has_times: bool = False
 
     def asks(self, rng: random.Random) -> Iterator[Ask]:
         while True:
@@ -69,7 +68,6 @@ class Sessions:
     output: Lengths
     new_share: float
     num_open: int = 64
-    has_times: bool = False
 
     def asks(self, rng: random.Random) -> Iterator[Ask]:
         sessions: list[tuple[int, ...]] = []
@@ -105,10 +103,13 @@ class Trace:
 
     name: str
     rows: tuple[Ask, ...]
-    has_times: bool = True
 
     def asks(self, rng: random.Random) -> Iterator[Ask]:
         return iter(self.rows)
+
+
+Source = Shape | Sessions | Trace
+"""Where lengths come from: ``asks`` gives its requests, of shapes and sessions without end."""
 
 
 def read_trace(path: Path, *, must_be_ordered: bool = False) -> Trace:

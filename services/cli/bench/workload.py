@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Final, Literal, Protocol
+from typing import Final, Literal
 
+from services.cli.bench.sources import Source, Trace
 from services.sim.asks import BLOCK_TOKENS, Ask
 from shared.errors import InvalidRequest
 
@@ -80,45 +81,22 @@ class Fit:
 AS_IT_COMES: Final = Fit()
 
 
-class Source(Protocol):
-    """Where lengths come from."""
-
-    @property
-    def name(self) -> str:
-        """For the report."""
-        ...
-
-    @property
-    def has_times(self) -> bool:
-        """Whether ``due_s`` of its requests means something."""
-        ...
-
-    def asks(self, rng: random.Random) -> Iterable[Ask]:
-        """Its requests, perhaps without end."""
-        ...
-
-
 def plan(source: Source, load: Load, fit: Fit = AS_IT_COMES) -> Workload:
     """Return the requests of one run: see ``planning``."""
-    steps = planning(source, load, fit)
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value
+    return next(filter(None, planning(source, load, fit)))
 
 
 def planning(
     source: Source, load: Load, fit: Fit = AS_IT_COMES, *, is_to_be_sent: bool = False
-) -> Generator[None, None, Workload]:
-    """Return the requests of one run. The same arguments give the same requests. It yields now and
-    then: a million of them take a quarter of a minute.
+) -> Iterator[Workload | None]:
+    """Yield the requests of one run at last, and None now and then before: a million of them take a
+    quarter of a minute. The same arguments give the same requests.
 
     Lengths and arrivals have generators of their own, so that one length stays what it is when the
     rate changes. Raises InvalidRequest: what is to be stretched to a rate comes at one instant, or
     what ``is_to_be_sent`` is more than a client's memory should hold.
     """
-    keeps_times = source.has_times and load.arrivals != "poisson"
+    keeps_times = isinstance(source, Trace) and load.arrivals != "poisson"
     factor = 1.0
     if keeps_times and load.rate is not None:
         factor = 0.0 if math.isinf(load.rate) else _rate_of(source, load, fit) / load.rate
@@ -129,7 +107,7 @@ def planning(
         if len(asks) == load.num_requests:
             break
         if num_read % PLANNED_AT_ONCE == PLANNED_AT_ONCE - 1:
-            yield
+            yield None
         fitted = _fitted(ask, fit)
         if fitted is None:
             num_skipped += 1
@@ -143,7 +121,7 @@ def planning(
             _require_room(source.name, len(asks), num_tokens)
         wanted = (_scaled(ask.num_input, fit), _scaled(ask.num_output, fit))
         num_cut += (fitted.num_input, fitted.num_output) != wanted
-    return Workload(
+    yield Workload(
         name=source.name,
         asks=tuple(asks),
         rate=load.rate,

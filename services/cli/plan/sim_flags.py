@@ -14,8 +14,8 @@ from typing import Any, Final, Literal, overload
 
 from cyclopts import Parameter
 
-from services.cli.bench.sources import SHAPES, read_trace
-from services.cli.bench.workload import Ask, Fit, Load, Source, Workload, plan
+from services.cli.bench.sources import SHAPES, Source, read_trace
+from services.cli.bench.workload import Ask, Fit, Load, Workload, plan
 from services.cli.plan.tier_flags import TierFlags
 from services.cli.plan.times_flags import TimesFlags
 from services.cli.plan.view import require_ranges
