@@ -30,11 +30,10 @@ from services.gateway.workers.membership import Membership
 from services.gateway.workers.mesh_metrics import register_mesh_metrics
 from services.gateway.workers.planning import Tell
 from services.gateway.workers.registry import Registry
-from shared.address import parse_address
+from shared.address import Address, parse_address
 from shared.config import GatewayConfig
 from shared.ids import Incarnation, new_incarnation
 from shared.rpc.call_server import CallServer
-from shared.rpc.network import Address
 from shared.rpc.tls import ServerTls, TlsFiles
 from shared.runtime.loops import serve_until_stopped
 from shared.runtime.platform import Platform

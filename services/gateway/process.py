@@ -11,11 +11,11 @@ from services.gateway.limits import SamplingForm, sampling_params
 from services.gateway.mesh import ServedModel
 from services.gateway.processes import run_gateways
 from services.gateway.text.text_model import TextModel
+from shared.address import Address
 from shared.config import GatewayConfig
 from shared.errors import InvalidRequest, ModelError
 from shared.mesh_secret import mesh_secret
 from shared.model_folder import TEXT_FILES, ModelFolder, read_template, resolve_model
-from shared.rpc.network import Address
 from shared.rpc.tls import MeshTls
 from shared.runtime.platform import real_platform
 from shared.runtime.service import Process, run_service

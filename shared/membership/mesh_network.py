@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 import structlog
 
 from shared import wire
+from shared.address import Address
 from shared.errors import (
     IncompatiblePeer,
     MeshError,
@@ -42,7 +43,7 @@ from shared.mesh_secret import MeshSecret
 from shared.messages import codec
 from shared.rpc.call_server import CallServer
 from shared.rpc.methods import MESH_PROVE
-from shared.rpc.network import Address, Network
+from shared.rpc.network import Network
 from shared.rpc.service import ServerStream, Servicer, bind, refuse
 from shared.rpc.stream import open_stream
 
@@ -56,14 +57,20 @@ _REMEDY = (
 
 
 class MeshNetwork:
-    """A ``Network`` on top of another one. hello: what this process says of itself."""
+    """A ``Network`` on top of another one. role: gateway, prefill or decode."""
 
     def __init__(
-        self, network: Network, secret: MeshSecret, hello: wire.Hello, random_bytes: RandomBytes
+        self,
+        network: Network,
+        secret: MeshSecret,
+        random_bytes: RandomBytes,
+        *,
+        role: str,
+        incarnation: Incarnation,
     ) -> None:
         self._network = network
         self._secret = secret
-        self._hello = hello
+        self._hello = codec.own_hello(wire.Role[role.upper()], incarnation)
         self._random_bytes = random_bytes
         # By connection, and weak: one that is gone takes its proof with it.
         self._proven: WeakKeyDictionary[Any, _Proven] = WeakKeyDictionary()
@@ -181,22 +188,6 @@ class MeshNetwork:
                 code=error.code,
                 count=num_untold + 1,
             )
-
-
-def mesh_network(
-    network: Network,
-    secret: MeshSecret | None,
-    *,
-    role: str,
-    incarnation: Incarnation,
-    random_bytes: RandomBytes,
-) -> Network:
-    """Return the network between services: the one below if the mesh has no secret. role: gateway,
-    prefill or decode."""
-    if secret is None:
-        return network
-    hello = codec.own_hello(wire.Role[role.upper()], incarnation)
-    return MeshNetwork(network, secret, hello, random_bytes)
 
 
 class StampedChannel:

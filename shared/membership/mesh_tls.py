@@ -11,9 +11,9 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
+from shared.address import Address
 from shared.errors import MeshError, NotOfThisMesh, WorkerLost
 from shared.rpc.call_server import CallServer
-from shared.rpc.network import Address
 from shared.rpc.tcp import GuardedChannel, TcpNetwork
 from shared.rpc.tls import MeshTls
 

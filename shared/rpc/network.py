@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
-from shared.address import Address as Address
+from shared.address import Address
 from shared.rpc.call_server import CallServer, IsKnown
 from shared.rpc.tls import ServerTls
 

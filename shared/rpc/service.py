@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -125,11 +125,6 @@ class ServerStream(Generic[Request, Reply]):
             return None if data is None else CODEC.decode(data, self._method.request_type)
         except RemoteProtocolError as error:
             raise InvalidRequest(error.message, code=error.code) from error
-
-    async def __aiter__(self) -> AsyncIterator[Request]:
-        """Iterate over ``receive`` until the caller has ended its side."""
-        while (message := await self.receive()) is not None:
-            yield message
 
     async def send(self, message: Reply) -> None:
         """Send one message; waits while the caller's window is full, and yields every 64 sends.

@@ -12,11 +12,11 @@ from typing import Any
 from grpclib.client import Channel
 from grpclib.protocol import H2Protocol
 
+from shared.address import Address
 from shared.http2.connection import ConnectionLimits, GuardedProtocol, client_protocol
 from shared.listening import listen_at
 from shared.messages.message_codec import CODEC
 from shared.rpc.call_server import CLOSE_WITHIN_S, CallServer, IsKnown
-from shared.rpc.network import Address
 from shared.rpc.tls import GRPC, HANDSHAKE_WITHIN_S, ServerTls
 
 

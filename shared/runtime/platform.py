@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from shared.errors import LocalProtocolError
 from shared.ids import Incarnation, RandomBytes
-from shared.membership.mesh_network import mesh_network
+from shared.membership.mesh_network import MeshNetwork
 from shared.mesh_secret import MeshSecret
 from shared.profile.machine import UNMEASURED, MachineProfile
 from shared.rpc.network import Network
@@ -67,12 +67,11 @@ class Platform:
     def mesh_network(self, role: str, incarnation: Incarnation) -> Network:
         """Return the network between services, where this process is a gateway, prefill or decode.
         Where the mesh has a secret it begins every connection with a proof."""
-        return mesh_network(
-            self.between or self.network,
-            self.secret,
-            role=role,
-            incarnation=incarnation,
-            random_bytes=self.random_bytes,
+        below = self.between or self.network
+        if self.secret is None:
+            return below
+        return MeshNetwork(
+            below, self.secret, self.random_bytes, role=role, incarnation=incarnation
         )
 
 

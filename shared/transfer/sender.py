@@ -163,11 +163,6 @@ class Sender:
         return self.flow.waits_until(self._progress_at, patience_s, frames)
 
     @property
-    def _credit(self) -> int:
-        """The sink has receives for so many frames."""
-        return len(self._peer_slots)
-
-    @property
     def _is_written(self) -> bool:
         """Whether there is a next frame, and its layers are written."""
         idx = self._next_frame
@@ -289,8 +284,9 @@ class Sender:
         self._machine.step(SenderEvent.CREDIT_RAISED)
         if credit.frames > len(self._frames):
             raise RemoteProtocolError("the peer gave credit for frames that do not exist")
-        if credit.frames > self._credit:
-            if len(credit.slots) != credit.frames - self._credit:
+        num_new = credit.frames - len(self._peer_slots)
+        if num_new > 0:
+            if len(credit.slots) != num_new:
                 raise RemoteProtocolError("the peer gave credit without a slot a frame")
             self._peer_slots += credit.slots
             self._made_progress(now)

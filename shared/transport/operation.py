@@ -38,10 +38,6 @@ class PendingOperation:
             self.outcome, self.error = outcome, error
             self._is_settled.set()
 
-    def __repr__(self) -> str:
-        state = self.outcome.value if self.outcome is not None else "in flight"
-        return f"<{type(self).__name__} {state}{': ' + self.error if self.error else ''}>"
-
 
 def require_usable(
     *, is_contiguous: bool, is_readonly: bool, buffer_bytes: int, num_bytes: int, writes: bool

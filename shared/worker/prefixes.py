@@ -7,7 +7,7 @@ costs a round trip, a source that dies or is slow at most ``wait_s``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import structlog
 
@@ -15,22 +15,21 @@ from shared.errors import MeshError
 from shared.ids import RandomBytes, StreamId
 from shared.kv.pool import BlockPool, BlockTable
 from shared.runtime.loops import loop_time
-from shared.schedule.plan import NewToken, PromptTimes
 from shared.schedule.scheduler import Scheduler
 from shared.transfer.effects import HandOver
 from shared.transfer.messages import Pull
 from shared.transfer.orders import Order
 from shared.worker.core.prefixes import ComingPrefixes, PrefixFetch
 from shared.worker.link import PairLink
-from shared.worker.pusher import Pusher, PushHandle, PushStats
+from shared.worker.pusher import Pusher, PushHandle
 from shared.worker.receiver import KvReceiver
-from shared.worker.request import Request
+from shared.worker.request import AskingGateway, Request
 
 _log = structlog.get_logger(__name__)
 
 
-class _Asker:
-    """The ``AskingGateway`` of the request that brings a prefix.
+class _Asker(AskingGateway):
+    """Of the request that brings a prefix, which has no tokens and is pushed nowhere.
 
     on_end: it has come, or no more will: tokens and bytes; called once or more.
     """
@@ -48,20 +47,10 @@ class _Asker:
         self._on_end(max(0, receive.num_tokens - self._cached_tokens), receive.num_bytes)
 
     def failed(self, stream_id: StreamId, error: MeshError) -> None:
-        """See ``AskingGateway``: the prompt is computed."""
-        self._on_end(0, 0)
+        self._on_end(0, 0)  # the prompt is computed
 
     def ended(self, stream_id: StreamId) -> None:
         self._on_end(0, 0)
-
-    def first_token(self, stream_id: StreamId, token: NewToken, times: PromptTimes) -> None:
-        """A prefix has no tokens of an answer."""
-
-    def step_tokens(self, tokens: Sequence[tuple[StreamId, NewToken]]) -> None:
-        """Nor these."""
-
-    def pushed(self, stream_id: StreamId, stats: PushStats) -> None:
-        """Nor is it pushed from here."""
 
 
 class PrefixFetches:

@@ -27,7 +27,8 @@ _NOT_LOADED = Loaded()
 
 
 class AskingGateway(Protocol):
-    """Who ordered a request, as the request speaks to it; every call returns at once."""
+    """Who ordered a request, as the request speaks to it; every call returns at once. Who orders a
+    prefix leaves out what that never says."""
 
     def granted(self, stream_id: StreamId, *, cached_tokens: int, wait_s: float) -> None:
         """Room is promised."""
@@ -40,15 +41,12 @@ class AskingGateway(Protocol):
 
     def first_token(self, stream_id: StreamId, token: NewToken, times: PromptTimes) -> None:
         """Token 1 of a prompt that was computed here."""
-        ...
 
     def step_tokens(self, tokens: Sequence[tuple[StreamId, NewToken]]) -> None:
         """One step's tokens of this gateway; a finish reason is a request's last word."""
-        ...
 
     def pushed(self, stream_id: StreamId, stats: PushStats) -> None:
         """A prompt's KV is where it belongs, or not needed; its last word."""
-        ...
 
     def failed(self, stream_id: StreamId, error: MeshError) -> None:
         """The request has failed; its last word."""

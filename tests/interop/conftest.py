@@ -21,7 +21,7 @@ from openai import AsyncOpenAI
 
 from services.gateway.front.auth import KeyRing
 from services.gateway.grpc.door import Inference
-from shared.rpc.network import Address
+from shared.address import Address
 from shared.rpc.tcp import TcpNetwork
 from tests.support.client_environments import NoClient, Say, node_client, python_client
 from tests.support.command import kept_up

@@ -17,6 +17,7 @@ import structlog
 
 from services.gateway.workers import peers
 from shared import log, wire
+from shared.address import Address
 from shared.config import MESH_PORT, DecodeConfig, GatewayConfig, PrefillConfig
 from shared.engine.fake import FakeModel, FakeTiming
 from shared.errors import (
@@ -34,7 +35,6 @@ from shared.messages.columns import pack_u32
 from shared.profile.machine import MachineProfile
 from shared.request import SamplingParams
 from shared.rpc.methods import REGISTRY_JOIN
-from shared.rpc.network import Address
 from shared.rpc.stream import open_stream
 from tests.support.grpc_client import Answer
 from tests.support.loopback import LoopbackSettings

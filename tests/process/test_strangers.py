@@ -21,7 +21,7 @@ from shared import wire
 from shared.address import Address
 from shared.errors import IncompatiblePeer, MeshError, NotOfThisMesh
 from shared.ids import Incarnation
-from shared.membership.mesh_network import mesh_network
+from shared.membership.mesh_network import MeshNetwork
 from shared.mesh_secret import MeshSecret, new_secret
 from shared.messages import codec
 from shared.messages.columns import pack_u32
@@ -154,12 +154,12 @@ async def call(network: Network, address: Address, method: Method[Any, Any], wor
 
 def within(secret: str, role: str = "gateway") -> Network:
     """The network of a process that has a secret."""
-    return mesh_network(
+    return MeshNetwork(
         TcpNetwork(),
         MeshSecret(secret),
+        random.randbytes,
         role=role,
         incarnation=Incarnation(0xBAD),
-        random_bytes=random.randbytes,
     )
 
 
@@ -291,7 +291,7 @@ async def test_no_acknowledgement_is_taken_from_who_took_decodes_address() -> No
     def hears(method: Method[Any, Any], answer: Callable[[Any], Any]) -> Servicer:
         async def serve(stream: Any) -> None:
             heard.append(method.path)
-            async for message in stream:
+            while (message := await stream.receive()) is not None:
                 await stream.send(answer(message))
             has_been_dialled.set()
 

@@ -14,9 +14,9 @@ from grpclib.exceptions import GRPCError
 
 from services.gateway.grpc.door import Inference
 from shared import wire
+from shared.address import Address
 from shared.errors import ERROR_TYPES, MeshError
 from shared.messages.columns import pack_u32
-from shared.rpc.network import Address
 from shared.rpc.status import ERROR_TRAILER
 from shared.rpc.tcp import TcpNetwork
 from tests.support.house import ROOT

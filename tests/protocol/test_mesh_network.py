@@ -24,7 +24,6 @@ from shared.errors import (
     WorkerLost,
 )
 from shared.ids import Incarnation
-from shared.membership import mesh_network
 from shared.membership.mesh_network import MeshNetwork
 from shared.membership.proof import STAMP_KEY, Opening, agreement, stamp
 from shared.mesh_secret import MeshSecret
@@ -53,13 +52,8 @@ class Ends:
 
 
 def _within(network: Network, secret: MeshSecret, role: str, seed: int) -> Network:
-    return mesh_network.mesh_network(
-        network,
-        secret,
-        role=role,
-        incarnation=Incarnation(seed),
-        random_bytes=random.Random(seed).randbytes,
-    )
+    random_bytes = random.Random(seed).randbytes
+    return MeshNetwork(network, secret, random_bytes, role=role, incarnation=Incarnation(seed))
 
 
 @contextlib.asynccontextmanager

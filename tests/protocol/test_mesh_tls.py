@@ -22,7 +22,7 @@ from shared.config import GatewayConfig
 from shared.errors import InvalidRequest, NotOfThisMesh, WorkerLost
 from shared.ids import Incarnation
 from shared.liveness import LivenessRule
-from shared.membership import mesh_network
+from shared.membership.mesh_network import MeshNetwork
 from shared.membership.mesh_tls import ServiceNetwork
 from shared.mesh_secret import MeshSecret
 from shared.rpc import call_server, heartbeat_stream, tls
@@ -51,12 +51,12 @@ def tls_of(files: TlsFiles, ca: Path) -> MeshTls:
 
 
 def service(role: str, its_tls: MeshTls | None) -> Network:
-    return mesh_network.mesh_network(
+    return MeshNetwork(
         ServiceNetwork(its_tls),
         MeshSecret("5a" * 32),
+        random.randbytes,
         role=role,
         incarnation=Incarnation(1),
-        random_bytes=random.randbytes,
     )
 
 

@@ -87,7 +87,7 @@ class EchoService:
 
     async def session(self, call: ServerStream[wire.WorkerCommand, wire.WorkerEvent]) -> None:
         self.started.set()
-        async for command in call:
+        while (command := await call.receive()) is not None:
             if command.cancel is not None:
                 raise NoBlocks("no room", retry_after_s=1.5)
             if command.order is not None:

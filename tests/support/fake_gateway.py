@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shared import wire
+from shared.address import Address
 from shared.errors import MeshError
 from shared.ids import Incarnation, StreamId
 from shared.messages import codec
 from shared.messages.columns import pack_u32, unpack_u64
 from shared.request import FinishReason, SamplingParams
 from shared.rpc.methods import REGISTRY_JOIN, WORKER_SESSION
-from shared.rpc.network import Address, Network
+from shared.rpc.network import Network
 from shared.rpc.service import Servicer, bind
 from shared.rpc.stream import ClientStream, open_stream
 from tests.support.step_rows import step_tokens_from_wire
@@ -324,7 +325,7 @@ class FakeGateway:
                 tasks.create_task(self._drain(stream)),
             ]
             try:
-                async for report in stream:
+                while (report := await stream.receive()) is not None:
                     self.status[incarnation] = report.status
                     self.num_statuses += 1
                     await self.notify()

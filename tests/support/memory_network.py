@@ -17,10 +17,10 @@ from typing import Any
 
 from grpclib.protocol import H2Protocol
 
+from shared.address import Address
 from shared.errors import LocalProtocolError
 from shared.http2.connection import ConnectionLimits, GuardedProtocol
 from shared.rpc.call_server import CallServer, IsKnown
-from shared.rpc.network import Address
 from shared.rpc.tcp import GuardedChannel, closing
 from shared.rpc.tls import ServerTls
 

@@ -17,10 +17,11 @@ from services.decode.role import decode_launch
 from services.gateway.app import Gateway
 from services.gateway.text.text_model import TextModel
 from services.prefill.role import prefill_launch
+from shared.address import Address
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig
 from shared.engine.base import Engine
 from shared.engine.worker import BegunStep, OnLayersDone, StepDone, ThreadCompute
-from shared.rpc.network import Address, Network
+from shared.rpc.network import Network
 from shared.rpc.tcp import TcpNetwork
 from shared.runtime.groups import plain_errors
 from shared.runtime.platform import real_platform

@@ -20,11 +20,11 @@ from services.gateway.http.door import serve_http
 from services.gateway.mesh import Generation, GenerationRequest, ServedModel, Take, Tokens
 from services.gateway.text.text_model import TextModel
 from services.gateway.workers.cluster import cluster_body
+from shared.address import Address
 from shared.config import GatewayConfig
 from shared.errors import MeshError, NotFound, Overloaded
 from shared.ids import Incarnation
 from shared.request import AnswerToken, FinishReason, TokenLogprobs
-from shared.rpc.network import Address
 from shared.rpc.tls import ServerTls
 from tests.support.answer_tokens import answer_tokens
 from tests.support.tiny_tokenizer import (

@@ -25,9 +25,9 @@ from aiohttp.streams import StreamReader
 from services.gateway import limits
 from services.gateway.http.messages import Response, bad_http, error_response, head_of, too_large
 from services.gateway.http.stalls import keep_little_in_kernel, taken_of, unless_stalled
+from shared.address import Address
 from shared.errors import Overloaded, without_frames
 from shared.listening import listen_at
-from shared.rpc.network import Address
 from shared.rpc.tls import HANDSHAKE_WITHIN_S, HTTP, ServerTls
 from shared.runtime.groups import TaskGroup, plain_errors
 

@@ -55,9 +55,8 @@ from services.gateway.http.server import AllowedOrigins, Policy, Route, Routes, 
 from services.gateway.http.tool_answers import ToolChatFormat
 from services.gateway.http.unserved_fields import refuse_unserved
 from services.gateway.mesh import ServedModel
-from shared.address import is_loopback
+from shared.address import Address, is_loopback
 from shared.errors import InvalidRequest
-from shared.rpc.network import Address
 from shared.rpc.tls import ServerTls
 from shared.version import VERSION
 

@@ -18,13 +18,14 @@ import structlog
 from services.gateway.core.lifecycle import Leg
 from services.gateway.core.worker import Role, Worker
 from shared import wire
+from shared.address import Address
 from shared.errors import MeshError, RemoteProtocolError, WorkerLost, without_frames
 from shared.ids import Incarnation, StreamId
 from shared.messages import codec
 from shared.request import AnswerToken, FinishReason
 from shared.rpc.heartbeat_stream import HeartbeatStream
 from shared.rpc.methods import WORKER_SESSION
-from shared.rpc.network import Address, Network
+from shared.rpc.network import Network
 from shared.rpc.stream import ClientStream, open_stream
 
 if TYPE_CHECKING:

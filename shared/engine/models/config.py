@@ -121,6 +121,12 @@ class ConfigReader:
             raise self.error(f"{key} must be a positive integer up to {most}, not {value!r}")
         return value
 
+    def window(self) -> int | None:
+        """Return ``sliding_window``; null is none, a missing key 4,096."""
+        if "sliding_window" in self.values and not self.has("sliding_window"):
+            return None
+        return self.count("sliding_window", 4096)
+
     def index(self, key: str, default: int) -> int:
         """Return an integer >= 0; 8192.0 is one."""
         value = self._value(key, default)

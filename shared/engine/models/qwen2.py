@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from shared.engine.models.config import ConfigReader, ModelConfig, read_common
 
-_DEFAULT_WINDOW = 4096
 _DEFAULT_MAX_WINDOW_LAYERS = 28
 
 
 def read_config(reader: ConfigReader) -> ModelConfig:
-    """Read a Qwen2ForCausalLM config."""
     return read_common(
         reader,
         architecture="Qwen2ForCausalLM",
@@ -26,11 +24,7 @@ def read_windows(reader: ConfigReader) -> tuple[int | None, ...]:
     Without ``use_sliding_window`` no layer has one, whatever ``sliding_window`` says.
     """
     num_layers = reader.count("num_hidden_layers")
-    window = None
-    if reader.flag("use_sliding_window", False) and (
-        reader.has("sliding_window") or "sliding_window" not in reader.values
-    ):
-        window = reader.count("sliding_window", _DEFAULT_WINDOW)
+    window = reader.window() if reader.flag("use_sliding_window", False) else None
     if not reader.has("layer_types"):
         first = reader.index("max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS)
         return tuple(window if layer >= first else None for layer in range(num_layers))

@@ -9,7 +9,6 @@ _DEFAULT_HEAD_DIM = 128
 
 
 def read_config(reader: ConfigReader) -> ModelConfig:
-    """Read a Qwen3ForCausalLM config."""
     attention_bias = reader.flag("attention_bias", False)
     return read_common(
         reader,

@@ -203,6 +203,3 @@ class Life:
         if self._has_push and move.to is LifeState.CLOSING:
             effects.append(AbortPush(error))
         return effects
-
-    def __repr__(self) -> str:
-        return f"<Life of a {self.task.value}: {self.state.value}>"

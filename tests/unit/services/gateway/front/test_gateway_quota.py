@@ -14,8 +14,8 @@ from services.gateway.front.quota import KeyLimits, Quota
 from services.gateway.grpc.door import Inference
 from services.gateway.http.door import serve_metrics
 from shared import wire
+from shared.address import Address
 from shared.errors import InvalidRequest, QuotaExceeded
-from shared.rpc.network import Address
 from tests.support.http_client import gateway
 from tests.support.scripted_mesh import ScriptedMesh, front_door, saying
 

@@ -23,8 +23,8 @@ from services.gateway.http.connection import (
 )
 from services.gateway.http.messages import Response
 from services.gateway.http.server import AllowedOrigins, Policy, Route, Routes
+from shared.address import Address
 from shared.errors import WorkerLost
-from shared.rpc.network import Address
 from tests.support.http_client import memory_link, raw_connection
 from tests.support.scripted_mesh import ScriptedMesh, front_door, http_gateway, saying
 from tests.support.virtual_loop import virtual_time

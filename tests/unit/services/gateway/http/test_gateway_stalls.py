@@ -21,8 +21,8 @@ from services.gateway.http.messages import Response
 from services.gateway.http.server import AllowedOrigins, Policy, Route, Routes
 from services.gateway.http.sse import EventStream
 from services.gateway.http.stalls import unless_stalled
+from shared.address import Address
 from shared.errors import DeadlinePassed
-from shared.rpc.network import Address
 from tests.support.http_client import raw_connection
 from tests.support.scripted_mesh import ScriptedMesh, front_door
 from tests.support.virtual_loop import virtual_time
