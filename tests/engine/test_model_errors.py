@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import struct
+import tracemalloc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,8 @@ from safetensors.torch import load_file, save_file
 
 from shared.engine import torch_engine
 from shared.engine.models import weights
-from shared.engine.models.registry import read_model_config
+from shared.engine.models.config import ConfigReader
+from shared.engine.models.registry import FAMILIES, read_model_config
 from shared.engine.models.weights import Checkpoint
 from shared.engine.torch_engine import TorchEngine
 from shared.errors import EngineFailed, LocalProtocolError, ModelError
@@ -342,6 +344,20 @@ def test_bad_config(folder: Path, changes: dict[str, Any], words: tuple[str, ...
     """What config.json says and we do not compute is refused, by key."""
     rewrite_config(folder, lambda values: values.update(changes))
     refused(folder, *words)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_bad_number_of_layers_takes_no_memory(family: str) -> None:
+    """It is refused before anything is made a layer, whatever the family."""
+    values = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1 << 22}
+    reader = ConfigReader(values | {"use_sliding_window": True}, "config.json")
+    tracemalloc.start()
+    try:
+        with pytest.raises(ModelError, match=r"num_hidden_layers .* up to 10000"):
+            FAMILIES[family](reader)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 FAMILY_DEFAULTS = {

@@ -121,6 +121,9 @@ class ConfigReader:
             raise self.error(f"{key} must be a positive integer up to {most}, not {value!r}")
         return value
 
+    def num_layers(self) -> int:
+        return self.count("num_hidden_layers", most=MAX_LAYERS)
+
     def window(self) -> int | None:
         """Return ``sliding_window``; null is none, a missing key 4,096."""
         if "sliding_window" in self.values and not self.has("sliding_window"):
@@ -183,7 +186,7 @@ def read_common(
     _refuse_unsupported(reader)
     hidden_size = reader.count("hidden_size")
     num_heads = reader.count("num_attention_heads")
-    num_layers = reader.count("num_hidden_layers", most=MAX_LAYERS)
+    num_layers = reader.num_layers()
     if num_kv_heads is None or "num_key_value_heads" in reader.values:  # null: as many as heads
         num_kv_heads = num_heads
     num_kv_heads = reader.count("num_key_value_heads", num_kv_heads)

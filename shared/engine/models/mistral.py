@@ -13,5 +13,5 @@ def read_config(reader: ConfigReader) -> ModelConfig:
         architecture="MistralForCausalLM",
         max_len=131_072,
         num_kv_heads=8,
-        windows=(reader.window(),) * reader.count("num_hidden_layers"),
+        windows=(reader.window(),) * reader.num_layers(),
     )

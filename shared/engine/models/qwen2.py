@@ -23,7 +23,7 @@ def read_windows(reader: ConfigReader) -> tuple[int | None, ...]:
 
     Without ``use_sliding_window`` no layer has one, whatever ``sliding_window`` says.
     """
-    num_layers = reader.count("num_hidden_layers")
+    num_layers = reader.num_layers()
     window = reader.window() if reader.flag("use_sliding_window", False) else None
     if not reader.has("layer_types"):
         first = reader.index("max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS)
