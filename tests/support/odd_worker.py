@@ -18,4 +18,5 @@ if __name__ == "__main__":
     offset_s = float(os.environ.get("PDMESH_ODD_CLOCK_S") or 0.0)
     true_time = time.time
     time.time = lambda: true_time() + offset_s
-    runpy.run_module(f"services.{sys.argv[1]}", run_name="__main__")
+    role = sys.argv.pop(1)  # services take no arguments
+    runpy.run_module(f"services.{role}", run_name="__main__")
