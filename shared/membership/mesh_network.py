@@ -112,7 +112,7 @@ class MeshNetwork:
                 await stream.send(wire.Proof(hello=self._hello, nonce=nonce))
                 missing = "proof of the mesh's secret"
                 theirs = _opening(await stream.receive())
-                agreed = agreement(self._secret, _packed(self._hello, nonce), theirs)
+                agreed = agreement(self._secret, Opening(self._hello, nonce), theirs)
                 await stream.send(wire.Proof(proof=agreed.of_dialler), end=True)
                 self._check(await stream.receive(), agreed.of_listener, theirs)
                 # To the call's end: what is still open when the block ends is reset.
@@ -133,9 +133,9 @@ class MeshNetwork:
         """Raises NotOfThisMesh: the other end has not proven that it knows our secret."""
         # Compared in constant time: how long it takes says nothing of where the two differ.
         if message is None or not hmac.compare_digest(message.proof, wanted):
+            ours, other = _role(self._hello.role), _role(theirs.hello.role)
             raise NotOfThisMesh(
-                f"this {_role(self._hello.role)} and the {_role(theirs.role)} have different mesh "
-                f"secrets; {_REMEDY}",
+                f"this {ours} and the {other} have different mesh secrets; {_REMEDY}",
                 code="other_secret",
             )
 
@@ -156,7 +156,7 @@ class MeshNetwork:
         theirs = _opening(await stream.receive(within_s=PROOF_WITHIN_S))
         nonce = self._random_bytes(NONCE_BYTES)
         await stream.send(wire.Proof(hello=self._hello, nonce=nonce))
-        agreed = agreement(self._secret, theirs, _packed(self._hello, nonce))
+        agreed = agreement(self._secret, theirs, Opening(self._hello, nonce))
         proof = await stream.receive(within_s=PROOF_WITHIN_S)
         self._check(proof, agreed.of_dialler, theirs)
         return agreed
@@ -249,17 +249,7 @@ def _opening(message: wire.Proof | None) -> Opening:
     protocol version."""
     if message is None or len(message.nonce) != NONCE_BYTES:
         raise RemoteProtocolError("a proof begins with a hello and a nonce")
-    return _packed(codec.require_hello(message.hello), message.nonce)
-
-
-def _packed(hello: wire.Hello, nonce: bytes) -> Opening:
-    return Opening(
-        hello.protocol_version,
-        int(hello.role),
-        Incarnation(hello.incarnation),
-        hello.version,
-        nonce,
-    )
+    return Opening(codec.require_hello(message.hello), message.nonce)
 
 
 def _role(number: int) -> str:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import hmac
 from typing import NamedTuple
 
-from shared.ids import Incarnation
+from shared import wire
 from shared.mesh_secret import MeshSecret
 
 NONCE_BYTES = 32
@@ -31,16 +31,13 @@ STAMP_KEY = "pdmesh-stamp"
 class Opening(NamedTuple):
     """What one end says first."""
 
-    protocol_version: int
-    role: int
-    incarnation: Incarnation
-    version: str
+    hello: wire.Hello
     nonce: bytes
 
     def packed(self) -> bytes:
         """Return it as bytes, no two alike."""
-        version = self.version.encode()
-        numbers = (self.protocol_version, self.role, self.incarnation, len(version))
+        hello, version = self.hello, self.hello.version.encode()
+        numbers = (hello.protocol_version, hello.role, hello.incarnation, len(version))
         return b"".join(n.to_bytes(8, "little") for n in numbers) + version + self.nonce
 
 

@@ -6,20 +6,20 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.ids import Incarnation
+from shared import wire
 from shared.membership.proof import NONCE_BYTES, Opening, agreement, stamp, stamped_number
 from shared.mesh_secret import MeshSecret
 
 SECRET = MeshSecret("5a" * 32)
 
-openings = st.builds(
-    Opening,
+hellos = st.builds(
+    wire.Hello,
     protocol_version=st.integers(0, 9),
-    role=st.integers(0, 3),
-    incarnation=st.integers(1, (1 << 64) - 1).map(Incarnation),
+    role=st.sampled_from([*wire.Role]),
+    incarnation=st.integers(1, (1 << 64) - 1),
     version=st.text(max_size=12),
-    nonce=st.binary(min_size=NONCE_BYTES, max_size=NONCE_BYTES),
 )
+openings = st.builds(Opening, hellos, st.binary(min_size=NONCE_BYTES, max_size=NONCE_BYTES))
 
 
 @given(openings, openings, openings, openings)

@@ -111,10 +111,10 @@ def test_proofs_and_stamps_are_to_the_byte_what_the_page_says() -> None:
     key = bytes(range(32))
     extracted = hmac.digest(u64(len(first)) + first + second, key, "sha256")
     infos = ("proof of the dialler", "proof of the listener", "key of the connection")
+    dialler = wire.Hello(protocol_version=8, role=wire.Role(3), incarnation=5, version="v1")
+    listener = wire.Hello(protocol_version=8, role=wire.Role(1), incarnation=6, version="v22")
     made = agreement(
-        MeshSecret(key.hex()),
-        Opening(8, 3, Incarnation(5), "v1", b"d" * 32),
-        Opening(8, 1, Incarnation(6), "v22", b"l" * 32),
+        MeshSecret(key.hex()), Opening(dialler, b"d" * 32), Opening(listener, b"l" * 32)
     )
     assert made == tuple(
         hmac.digest(extracted, b"pdmesh/" + info.encode() + b"\x01", "sha256") for info in infos
