@@ -249,7 +249,10 @@ def _opening(message: wire.Proof | None) -> Opening:
     protocol version."""
     if message is None or len(message.nonce) != NONCE_BYTES:
         raise RemoteProtocolError("a proof begins with a hello and a nonce")
-    return Opening(codec.require_hello(message.hello), message.nonce)
+    hello = codec.require_hello(message.hello)
+    if hello.role < 0:  # no such number is proven
+        raise RemoteProtocolError("a role is no negative number", param="role")
+    return Opening(hello, message.nonce)
 
 
 def _role(number: int) -> str:

@@ -256,6 +256,24 @@ async def test_however_many_knock_the_log_gets_one_line() -> None:
         assert line["code"] == "no_proof"
 
 
+async def test_a_role_below_zero_is_a_strangers_word_and_no_bug_of_ours() -> None:
+    """It does not fit the bytes that are proven; a traceback a knock would fill the disk, too."""
+    opening = an_opening()
+    assert opening.hello is not None
+    opening.hello.role = wire.Role(-1)
+    async with ends() as it:
+        with capture_logs() as logs:
+            for _ in range(3):
+                async with (
+                    it.network.at("stranger").channel(SERVER) as channel,
+                    open_stream(channel, MESH_PROVE) as stream,
+                ):
+                    await stream.send(opening)
+                    with pytest.raises(RemoteProtocolError, match="role"):
+                        await stream.receive()
+        assert [one["event"] for one in logs] == ["a stranger was refused"]
+
+
 @virtual_time
 async def test_a_listener_that_says_nothing_is_left() -> None:
     """Dialling ends in time, with a sentence."""
