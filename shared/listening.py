@@ -62,7 +62,9 @@ async def listen_at(protocol: Any, host: str, port: int, **options: Any) -> asyn
     except OSError as error:
         is_taken = error.errno == errno.EADDRINUSE
         reason = "the port is in use" if is_taken else error.strerror or error
-        raise OSError(error.errno, f"cannot listen on {Address(host, port)}: {reason}") from error
+        # asyncio's own loop, since Python 3.13, names none for addresses that this machine lacks.
+        number = error.errno or errno.EADDRNOTAVAIL
+        raise OSError(number, f"cannot listen on {Address(host, port)}: {reason}") from error
 
 
 def _telling_of_files(protocol: Callable[[], Any], address: Address) -> Callable[[], Any]:

@@ -37,6 +37,8 @@ class TaskGroup(asyncio.TaskGroup):
             await super().__aexit__(kind, error, traceback)
         except (BaseExceptionGroup, asyncio.CancelledError) as failure:
             failure.__traceback__ = None  # a frame of asyncio's that names it, before Python 3.13
+            if isinstance(error, asyncio.CancelledError):
+                error.__traceback__ = None  # a frame of contextlib's that names it, since 3.13
             raise
         finally:
             if is_missed and group._parent_cancel_requested:

