@@ -43,7 +43,7 @@ STOPS: tuple[Stop, ...] = (
         "The request gets its id, and its key is checked. All times count from here.",
         "{route}",
         "services.gateway.front.auth:KeyRing.check",
-        "services.gateway.front.calls:recorded",
+        "services.gateway.front.calls:RecordedCall",
     ),
     Stop(
         Moment.PARSED,

@@ -84,7 +84,7 @@ class Generation(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # frozen costs three times as much to make
 class ServedModel:
     """The one model of this mesh. max_model_len: prompt plus generated tokens. created: unix
     seconds."""

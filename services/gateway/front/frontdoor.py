@@ -57,7 +57,7 @@ class Caller:
     span: TraceSpan = NO_SPAN
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # frozen costs three times as much to make
 class Prompt:
     """One prompt, already tokenized. text: as the client gave it, None for token ids.
     thought: what its end leaves to the answer of a model that thinks."""

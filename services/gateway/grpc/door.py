@@ -17,7 +17,7 @@ from typing import Any
 from services.gateway import limits
 from services.gateway.front.answers import MAX_LOGPROBS_ON_LOOP, TextDelta, open_answers
 from services.gateway.front.auth import ROLES
-from services.gateway.front.calls import Call, recorded, typed
+from services.gateway.front.calls import Call, RecordedCall, typed
 from services.gateway.front.chats import AskedChat, AskedTools, Teller, asked_chat, new_call_id
 from services.gateway.front.frontdoor import Caller, FrontDoor, Prompt
 from services.gateway.grpc.forms import (
@@ -123,7 +123,7 @@ class Inference:
     ) -> Generator[Call]:
         """Open a call and note how it ended; ``shared/rpc`` turns the error into a status."""
         span_name = path[1:] if is_traced else ""
-        with recorded(self._front, path, stream.metadata, span_name=span_name) as call:
+        with RecordedCall(self._front, path, stream.metadata, span_name=span_name) as call:
             try:
                 yield call
             except MeshError as failure:

@@ -41,7 +41,7 @@ _MARK = "\x00"
 """Stands for the text of a chunk; as JSON it is an escape, which no name of a model contains."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # frozen costs three times as much to make
 class AnswerHead:
     """What every chunk of an answer repeats. created: unix seconds."""
 
@@ -247,7 +247,9 @@ class CompletionFormat(AnswerFormat):
     ) -> None:
         super().__init__(head, text, choices, options)
         self._echo = echo
-        self._columns = [_LogprobColumns(text, shows_special=shows_special) for _ in choices]
+        self._columns: list[_LogprobColumns] = []
+        if self._has_logprobs:
+            self._columns = [_LogprobColumns(text, shows_special=shows_special) for _ in choices]
 
     def _first(self, delta: TextDelta) -> bodies.CompletionChunkChoice | None:
         if self._echo is None:

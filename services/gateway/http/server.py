@@ -19,7 +19,7 @@ import msgspec
 
 from services.gateway import limits
 from services.gateway.front.auth import ROLES
-from services.gateway.front.calls import Call, recorded, typed
+from services.gateway.front.calls import Call, RecordedCall, typed
 from services.gateway.front.frontdoor import FrontDoor
 from services.gateway.http.anthropic_answers import AnthropicError
 from services.gateway.http.bodies import ErrorBody
@@ -202,7 +202,7 @@ class Routes:
         # What comes every second is counted, not logged.
         is_probe = route.is_polled or route.policy is Policy.ANYBODY
         span_name = f"POST {route.path}" if route.method == "POST" else ""
-        with recorded(
+        with RecordedCall(
             self._front, route.path, request.headers, span_name=span_name, is_probe=is_probe
         ) as call:
             if route.error is AnthropicError:
@@ -211,7 +211,7 @@ class Routes:
             call.status = 200 if response is None else response.status
         if response is None:  # its stream has said of itself what every response says
             return None
-        return response._replace(headers={**call.headers, **response.headers})
+        return Response(response.status, response.body, {**call.headers, **response.headers})
 
     def _match(self, request: HttpRequest) -> dict[str, Route]:
         for pattern, methods in self._patterns.items():

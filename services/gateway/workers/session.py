@@ -136,7 +136,7 @@ class RequestShell:
         self._failure: Exception | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self.is_due = False
-        self._wake = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
         self._end: End | None = None
         self._search: LookForPair | None = None
         self._reroute: Reroute | None = None
@@ -175,8 +175,16 @@ class RequestShell:
             if self._reroute is not None:
                 await self._dispatch_again(self._reroute)
                 continue
-            await self._wake.wait()
-            self._wake.clear()
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+
+    def _wake(self) -> None:
+        """Something has changed that ``wait`` looks at."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def deliver(self, now: float) -> tuple[float, int]:
         """See ``Recipient``: what has arrived is its consumer's."""
@@ -192,10 +200,10 @@ class RequestShell:
             try:
                 if self._take(tokens):
                     self._is_called = True
-                    self._wake.set()
+                    self._wake()
             except Exception as failure:
                 self._failure, self._take = failure, None
-                self._wake.set()
+                self._wake()
         return told
 
     @property
@@ -312,7 +320,7 @@ class RequestShell:
                 case Reroute():
                     self._reroute = effect
                     self.timeline.attempt_failed(effect.error)
-                    self._wake.set()
+                    self._wake()
                 case LookForPair():
                     self._search = effect
                 case BlamePair(prefill, decode):
@@ -326,7 +334,7 @@ class RequestShell:
                     # First what has arrived: with the end the receipt is made, which counts it.
                     self._delivery.deliver(self)
                     self.timeline.ended(effect.error, self.lifecycle.finish_reason)
-                    self._wake.set()
+                    self._wake()
 
     def fail(self, error: MeshError) -> None:
         """End the request with this error; after its end, do nothing."""
