@@ -11,6 +11,7 @@ one MeshError. Knows no JSON and no protobuf.
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
@@ -134,24 +135,25 @@ class DeltaSink(Protocol):
         ...
 
 
-class Answers:
+class Answers(ABC):
     """The running answers of one request; made by ``open_answers``."""
 
     def __init__(self, choices: Sequence[Choice]) -> None:
         self.choices = choices
 
+    @abstractmethod
     async def next(self) -> list[TextDelta]:
         """Return everything that has arrived, at least one delta; [] once all answers are over.
 
         Raises MeshError: the request failed; nothing follows.
         """
-        raise NotImplementedError
+        ...
 
-    def write_to(self, sink: DeltaSink) -> None:
+    def write_to(self, sink: DeltaSink) -> None:  # noqa: B027  only one answer has one
         """Give deltas of one single answer to the sink whenever it has room; all others still come
         from ``next``."""
 
-    def hold(self) -> None:
+    def hold(self) -> None:  # noqa: B027  likewise
         """Nobody reads a part of an answer: ``next`` may wait for more of it. It does not where a
         stop string may end the answer early."""
 

@@ -7,6 +7,7 @@ matter: each says how an item begins, grows and ends.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -51,7 +52,7 @@ class Item:
         return "".join(self.parts)
 
 
-class ItemFormat:
+class ItemFormat(ABC):
     """Base of the two formats. ends_with: the answer's last delta, once it is here."""
 
     continuous_usage = False
@@ -100,34 +101,41 @@ class ItemFormat:
 
     # --- where the two differ -------------------------------------------------------------------
 
+    @abstractmethod
     def opening(self, usage: TokenCounts | None) -> Iterable[Event]:
         """The first events of a stream."""
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def began(self, item: Item) -> Iterable[Event]:
         """Events that tell of a new item."""
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def grew(self, item: Item, text: str) -> Event:
         """The event that tells of an item's next part."""
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def ended(self, item: Item, *, is_cut: bool) -> Iterable[Event]:
         """Events that tell of an item's end. is_cut: for want of tokens, or by a
         stop string within a call."""
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def ending(self, usage: TokenCounts, receipts: Sequence[dict[str, Any]]) -> Iterable[Event]:
         """The last events of a stream, after all items."""
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def breaking(self, error: MeshError) -> Event:
         """The last event of a stream that broke."""
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def whole(self, usage: TokenCounts, receipts: Sequence[dict[str, Any]]) -> bytes:
         """The whole answer, JSON."""
-        raise NotImplementedError
+        ...
 
     # --- items ----------------------------------------------------------------------------------
 

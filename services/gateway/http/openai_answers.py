@@ -9,6 +9,7 @@ https://platform.openai.com/docs/api-reference/chat and .../completions.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ class AnswerHead:
     created: int
 
 
-class AnswerFormat:
+class AnswerFormat(ABC):
     """Writes one request's answers; base of the two shapes.
 
     continuous_usage: whether every chunk has counts; else, if they are asked for, the last one
@@ -173,16 +174,18 @@ class AnswerFormat:
     def _usage(self, counts: TokenCounts) -> bodies.UsageBody:
         return bodies.UsageBody.of(counts)
 
+    @abstractmethod
     def _first(self, delta: TextDelta) -> Any | None:
         """What comes before an answer's first text."""
-        raise NotImplementedError
+        ...
 
-    def _logprobs(self, delta: TextDelta) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def _logprobs(self, delta: TextDelta) -> Any: ...
 
+    @abstractmethod
     def _content(self, answer: TextDelta) -> tuple[Any, Any]:
         """What a whole answer says, and its logprobs."""
-        raise NotImplementedError
+        ...
 
 
 class ChatFormat(AnswerFormat):

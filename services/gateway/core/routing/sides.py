@@ -7,6 +7,7 @@ a prefill worker, with the bit of every decode worker that it reaches; the peer 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, overload
@@ -139,7 +140,7 @@ def nothing(worker: Worker) -> float:
     return 0.0
 
 
-class RoutingPolicy:
+class RoutingPolicy(ABC):
     """Chooses among workers that can all take the request; never called with empty sides."""
 
     name: str
@@ -177,10 +178,11 @@ class RoutingPolicy:
             list(map(self.score_decode, sides.decodes)),
         )
 
+    @abstractmethod
     def choose(self, request: RouteRequest, sides: Sides, scores: Scores, random: float) -> Places:
         """Return a prefill worker and one of its partners. random: uniform in [0, 1), drawn by
         the shell for this decision."""
-        raise NotImplementedError
+        ...
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from services.gateway.http.item_answers import ItemFormat
+from services.gateway.http.anthropic_answers import MessagesFormat
 from services.gateway.http.openai_answers import AnswerHead
 from services.gateway.http.responses_forms import RESPONSES_UNSERVED
 from services.gateway.text.calls.parser import Said
@@ -130,7 +130,7 @@ async def test_spaces_before_a_call_are_no_message() -> None:
 def test_spaces_without_end_cost_no_more_with_each_token() -> None:
     """A model that writes nothing else before its answer holds its gateway up for nobody."""
     no_text: Any = None
-    answer = ItemFormat(AnswerHead(id="", model="m", created=0), no_text, None)
+    answer = MessagesFormat(AnswerHead(id="", model="m", created=0), no_text, None)
     taken_s = [0.0, 0.0]
     for turn in range(2):
         began_at = time.process_time()
