@@ -115,10 +115,9 @@ def draw(question: str) -> None:
 def fill() -> None:
     """Write the ten rows of bench/README.md, and the goals of all questions' newest results into
     bench/GOALS.md."""
-    entries = [
-        entry for name in QUESTIONS for entry in newest_goals(results(PROJECT / "bench" / name))
-    ]
-    runs = {name: [run for _, run in results(PROJECT / "bench" / name)] for name in QUESTIONS}
+    found = {name: results(PROJECT / "bench" / name) for name in QUESTIONS}
+    entries = [entry for runs in found.values() for entry in newest_goals(runs)]
+    runs = {name: [run for _, run in own] for name, own in found.items()}
     _write_between(README, "headlines", headlines.table(runs))
     _write_between(GOALS, "goals", standing(entries))
     print(f"written to {README.relative_to(PROJECT)} and {GOALS.relative_to(PROJECT)}")
@@ -200,7 +199,9 @@ def main() -> None:
     )
     parser.add_argument("questions", nargs="*", metavar="QUESTION", help=", ".join(QUESTIONS))
     parser.add_argument("--full", action="store_true", help="not --quick: hours, writes results/")
-    parser.add_argument("--fill", action="store_true", help="measure nothing, only fill the table")
+    parser.add_argument(
+        "--fill", action="store_true", help="measure nothing, fill README.md and GOALS.md"
+    )
     parser.add_argument(
         "--draw", action="store_true", help="measure nothing, draw what is recorded"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 
 from bench.record import NOT_HERE
@@ -10,7 +11,14 @@ from bench.record import NOT_HERE
 
 def add_device(parser: argparse.ArgumentParser) -> None:
     """Add --device."""
-    parser.add_argument("--device", default="cuda", help="cuda, cuda:N; cpu: a tiny rehearsal")
+    words = "cuda, cuda:N; cpu: a tiny rehearsal"
+    parser.add_argument("--device", type=_device, default="cuda", help=words)
+
+
+def _device(text: str) -> str:
+    if re.fullmatch(r"cpu|cuda(:\d+)?", text) is None:
+        raise argparse.ArgumentTypeError("it must be cuda, cuda:N or cpu")
+    return text
 
 
 def name_or_exit(device: str) -> str:

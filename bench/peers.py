@@ -46,6 +46,16 @@ class Peer:
         """Whether ``install`` came to its end here."""
         return (self.folder / ".installed").exists()
 
+    @property
+    def environ(self) -> dict[str, str]:
+        """What its programs need beside our variables."""
+        return {
+            "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
+            "PYTHONPATH": "",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",  # its default takes more memory than our machines have
+        }
+
     def program(self, name: str) -> Path:
         """A command of its environment."""
         return self.folder / "bin" / name

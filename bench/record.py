@@ -1,12 +1,13 @@
 """What every benchmark here writes down: samples, the machine, goals and whether they were met.
 
 A question's ``run.py`` makes one ``Record``, adds what it measured, and ends with ``finish``, which
-prints the goals and writes ``results/<date>-<commit>-<machine>.json``. Nothing here measures.
+prints the goals, writes ``results/<date>-<commit>-<machine>.json`` and its pictures. Nothing here
+measures.
 """
 
 from __future__ import annotations
 
-import asyncio
+import argparse
 import contextlib
 import datetime
 import json
@@ -16,17 +17,14 @@ import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-import uvloop
-
+from bench.plots import Pictures, save
 from shared.engine.native.build import cpu_flags
-
-T = TypeVar("T")
 
 PROJECT = Path(__file__).resolve().parent.parent
 
@@ -77,10 +75,12 @@ class Goal:
                 return self.value < self.bound
 
 
-def run(work: Coroutine[Any, Any, T]) -> T:
-    """Run on the loop that production uses."""
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(work)
+def arguments(doc: str | None, quick: str) -> argparse.ArgumentParser:
+    """Return a question's command line. doc: of its module; quick: what --quick leaves out."""
+    parser = argparse.ArgumentParser(description=(doc or "").split("\n\n")[0])
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--record", action="store_true", help="write results of a quick run too")
+    return parser
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
@@ -93,6 +93,12 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
     }
 
 
+def span(found: Mapping[str, Any], form: str) -> str:
+    """Say what ``spread`` returned: 1.05 [0.98 .. 1.12]. form: of each number, as .2f."""
+    median, low, high = (format(found[name], form) for name in ("median", "min", "max"))
+    return f"{median} [{low} .. {high}]"
+
+
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
     """Spread of ours / theirs, taken within each repetition: what disturbs one disturbs both."""
     return spread([one / other for one, other in zip(ours, theirs, strict=True)])
@@ -100,15 +106,23 @@ def ratios(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Record:
-    """One run of one question."""
+    """One run of one question. is_written: beside other results, and as it grows."""
 
     folder: Path
     is_quick: bool
     environment: dict[str, Any] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
     goals: list[Goal] = field(default_factory=list)
+    is_written: bool = False
     stem: str = field(init=False)
     """Name of this run's files: date, commit, machine."""
+
+    @classmethod
+    def of(cls, file: str, asked: argparse.Namespace, **about: Any) -> Record:
+        """Begin what a program was asked by ``arguments``: a quick run is not written, unless that
+        is asked for, too. about: what a reader needs beside ``environment``."""
+        is_written = asked.record or not asked.quick
+        return cls(Path(file).parent, asked.quick, about, is_written=is_written)
 
     def __post_init__(self) -> None:
         self.environment = {**environment(), **self.environment}
@@ -131,8 +145,14 @@ class Record:
         self.goals.append(goal)
         return goal
 
-    def finish(self, *, write: bool | None = None) -> Path | None:
-        """Print the goals and write the results; a quick run is written only where asked to.
+    def add(self, row: dict[str, Any]) -> None:
+        """Keep a row, and what there is so far on disk: a long run may be ended."""
+        self.rows.append(row)
+        if self.is_written:
+            self.save()
+
+    def finish(self, pictures_of: Callable[[list[dict[str, Any]]], Pictures] | None = None) -> None:
+        """Print the goals, write the results and draw them.
 
         ``PDMESH_BENCH_GOALS`` names a file that gets the goals as one JSON line each: how
         ``python -m bench`` collects them. ``PDMESH_BENCH_OUT`` names a folder that gets the whole
@@ -146,8 +166,8 @@ class Record:
                     file.write(json.dumps(asdict(goal)) + "\n")
         if out := os.environ.get("PDMESH_BENCH_OUT"):
             self.save(Path(out)).rename(Path(out) / f"{self.folder.name}-{self.stem}.json")
-        if not (not self.is_quick if write is None else write):
-            return None
+        if not self.is_written:
+            return
         partial = self.save()
         path, number = partial.with_suffix(""), 1
         while path.exists():  # another run of this day and commit, perhaps of another load
@@ -155,11 +175,11 @@ class Record:
             path = path.with_name(f"{self.stem}-{number}.json")
         partial.replace(path)
         print(f"written to {path.relative_to(PROJECT)}")
-        return path
+        if pictures_of is not None:
+            save(pictures_of(self.rows), path)
 
     def save(self, folder: Path | None = None) -> Path:
-        """Write what there is so far beside the results, for whoever ends a long run; nothing else
-        reads it."""
+        """Write what there is so far beside the results; nothing reads it."""
         self.environment["load_after"] = os.getloadavg()
         path = (folder or self.folder / "results") / f"{self.stem}.json.partial"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -245,8 +265,13 @@ def machine_name() -> str:
             capture_output=True, text=True, timeout=10, check=True,
         )  # fmt: skip
         if name := found.stdout.strip().splitlines()[:1]:
-            return re.sub(r"[^a-z0-9]+", "-", name[0].lower()).strip("-")
+            return file_name(name[0])
     return f"cpu{os.cpu_count()}"
+
+
+def file_name(device: str) -> str:
+    """Return a device's name for files: NVIDIA H100 PCIe becomes nvidia-h100-pcie."""
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
 def cpu_name() -> str:

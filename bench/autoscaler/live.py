@@ -9,19 +9,17 @@ measured. What the numbers mean: README.md beside this file.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import math
 import random
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import aiohttp
 
 from bench.autoscaler.run import Ask, Felt, Setting, attained, simulate
 from bench.autoscaler.scaled import LOOK_S
-from bench.record import Record
+from bench.record import Record, arguments
 from services.gateway.core.scaling.need import Limits
 from services.gateway.core.scaling.scaling import Rules
 from services.sim.worker import WorkerSize
@@ -29,7 +27,6 @@ from shared.predict.times import AffineTimes
 from shared.telemetry.definitions import RequestOutcome, Slo
 from tests.support.command import pdmesh
 
-HERE = Path(__file__).parent
 GOAL = 19
 STEP_S: Final = 0.2
 """A step of the fake engine, whatever is in it: long beside what HTTP and loops take."""
@@ -193,22 +190,20 @@ def compare(live: Run, simulated: Run) -> tuple[bool, float]:
 
 def main() -> None:
     """Run live, simulate, compare, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--quick", action="store_true", help="two minutes, prints only")
+    parser = arguments(__doc__, "two minutes, prints only")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--record", action="store_true", help="write results of a quick run too")
     asked = parser.parse_args()
     rates, seconds = RATES, SECONDS
     if asked.quick:
         rates, seconds = ((0.0, 3.3), (40.0, 10.0)), 120.0
     load = list(asks(rates, seconds, asked.seed))
-    record = Record(HERE, asked.quick)
-    record.environment |= {"step_s": STEP_S, "limits": LIMITS._asdict(), "dwell_s": DWELL_S}
+    about = {"step_s": STEP_S, "limits": LIMITS._asdict(), "dwell_s": DWELL_S}
+    record = Record.of(__file__, asked, **about)
     live = asyncio.run(run_live(load, seconds))
     simulated = run_simulated(load, seconds, live.startup_s)
     for name, run in (("live", live), ("simulated", simulated)):
         kept = attained(run.felt)
-        record.rows.append(
+        record.add(
             {"part": name, "attained": kept, "startup_s": run.startup_s, "changes": run.changes}
         )
         print(f"{name}: {len(run.felt)} requests, attained {kept:.4f}")
@@ -217,7 +212,7 @@ def main() -> None:
     is_same, apart_s = compare(live, simulated)
     record.goal(GOAL, "live: numbers that changed otherwise than simulated", not is_same, "<=", 0)
     record.goal(GOAL, "live: a change is apart by at most, s", apart_s, "<=", 2 * LOOK_S)
-    record.finish(write=True if asked.record else None)
+    record.finish()
 
 
 if __name__ == "__main__":

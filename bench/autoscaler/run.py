@@ -8,19 +8,17 @@ gateway; a step's time is a model. What the numbers mean: README.md beside this 
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from bench.autoscaler.scaled import Change, ScaledMesh
-from bench.plots import Panel, Pictures, save
-from bench.record import Record, spread
+from bench.plots import Panel, Pictures
+from bench.record import Record, arguments, spread
 from services.gateway.core.scaling.need import Limits
 from services.gateway.core.scaling.scaling import Kind, Rules
 from services.sim.engine import TimedEngine
@@ -30,7 +28,6 @@ from services.sim.worker import WorkerSize
 from shared.predict.times import AffineTimes
 from shared.telemetry.definitions import RequestOutcome, Slo
 
-HERE = Path(__file__).parent
 HOUR_S: Final = 3600.0
 BLOCK_S: Final = 600.0
 """How long the oracle keeps a number of workers, at least: as the autoscaler."""
@@ -335,19 +332,12 @@ def pictures_of(rows: Sequence[dict[str, Any]]) -> Pictures:
 
 def main() -> None:
     """Run what is asked for, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--quick", action="store_true", help="a step alone, prints only")
+    parser = arguments(__doc__, "a step alone, prints only")
     parser.add_argument("--parts", nargs="+", choices=("step", "day"), default=("step", "day"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--record", action="store_true", help="write results of a quick run too")
     asked = parser.parse_args()
-    record = Record(HERE, asked.quick)
-    record.environment |= {
-        "modelled": True,
-        "limits": LIMITS._asdict(),
-        "startup_s": STARTUP_S,
-        "times": TIMES.source,
-    }
+    about = {"limits": LIMITS._asdict(), "startup_s": STARTUP_S, "times": TIMES.source}
+    record = Record.of(__file__, asked, modelled=True, **about)
     if "step" in asked.parts:
         before_s, seconds = HOUR_S / 2, 1.5 * HOUR_S
 
@@ -357,7 +347,7 @@ def main() -> None:
         asks = requests(stepping, STEP_RATE * STEP_FACTOR, seconds, asked.seed)
         run = simulate(asks, seconds, 3, 1)
         took_s = recovered_s(run.felt, before_s)
-        record.rows.append({**row_of("step", run, seconds), "recovered_s": took_s})
+        record.add({**row_of("step", run, seconds), "recovered_s": took_s})
         report(record.rows[-1])
         print(f"step: recovered after {took_s:.0f} s", flush=True)
         record.goal(19, "step x 3: recovered within start-up + 60 s", took_s, "<=", STARTUP_S + 60)
@@ -369,19 +359,16 @@ def main() -> None:
             known = processes.submit(most_rates, HOUR_S / 2)
             asks = requests(day_rate, PEAK_RATE, seconds, asked.seed)
             run = simulate(asks, seconds, 4, 2)
-            record.rows.append(row_of("day", run, seconds))
+            record.add(row_of("day", run, seconds))
             report(record.rows[-1])
-            record.save()
             rates = known.result()
         oracle_s = oracle_device_s(rates, day_rate, seconds)
-        record.rows.append({"part": "oracle", "rates": rates, "device_hours": oracle_s / HOUR_S})
+        record.add({"part": "oracle", "rates": rates, "device_hours": oracle_s / HOUR_S})
         print(f"oracle: {oracle_s / HOUR_S:.1f} device hours; {rates}", flush=True)
         record.goal(19, "a day: attained", attained(run.felt), ">=", 0.95)
         record.goal(19, "a day: rises and falls in 10 min", flaps(run.changes), "<=", 0)
         record.goal(19, "a day: device hours / oracle's", run.device_s / oracle_s, "<=", 1.15)
-    path = record.finish(write=True if asked.record else None)
-    if path is not None:
-        save(pictures_of(record.rows), path)
+    record.finish(pictures_of)
 
 
 def report(row: dict[str, Any]) -> None:

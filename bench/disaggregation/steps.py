@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from bench.disaggregation.run import VOCAB, make_model
-from bench.record import spread
-from bench.transfer.pairs import End, without_ucx
+from bench.ends import EngineEnd, our_engine
+from bench.record import span, spread
 
 ROWS = (1, 2, 3, 4, 6, 8)
 CONTEXT = 300
@@ -27,32 +25,15 @@ CONTEXT = 300
 PROMPT = 256
 
 
-def start(folder: Path) -> End:
-    """One engine in a process of its own."""
-    end = End(
-        [sys.executable, "-m", "bench.engine.our_end", str(folder), "--threads", "1", "--vocab",
-         str(VOCAB), "--num-blocks", "1024"],
-        without_ucx(),
-    )  # fmt: skip
-    end.answer()
-    return end
-
-
-def ask(end: End, **job: Any) -> Any:
-    """Order something and wait for it."""
-    end.tell(job)
-    return end.answer()
-
-
-def measure(decode: End, prefill: End, rows: int, steps: int) -> dict[str, list[float]]:
+def measure(decode: EngineEnd, prefill: EngineEnd, rows: int, steps: int) -> dict[str, list[float]]:
     """Seconds of each step, alone and beside prompts."""
-    ask(decode, do="fill", rows=rows, context=CONTEXT)
-    alone = ask(decode, do="decode", steps=steps)["seconds"]
+    decode.ask("fill", rows=rows, context=CONTEXT)
+    alone = decode.ask("decode", steps=steps)["seconds"]
     # Prompts for longer than the steps will take: they are a warm-up prompt, and these.
-    prompt_s = statistics.median(ask(prefill, do="prefill", tokens=PROMPT, times=1)["seconds"])
+    prompt_s = statistics.median(prefill.ask("prefill", tokens=PROMPT, times=1)["seconds"])
     times = 1 + int(2 * sum(alone) / prompt_s)
     prefill.tell({"do": "prefill", "tokens": PROMPT, "times": times})
-    beside = ask(decode, do="decode", steps=steps)["seconds"]
+    beside = decode.ask("decode", steps=steps)["seconds"]
     prefill.answer()
     return {"alone": alone, "beside": beside}
 
@@ -67,8 +48,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model(folder)
-        decode, prefill = start(folder), start(folder)
-        try:
+        with our_engine(folder, 1, VOCAB) as decode, our_engine(folder, 1, VOCAB) as prefill:
             for repetition in range(asked.repetitions):
                 base = 0.0
                 for rows in ROWS:
@@ -79,13 +59,9 @@ def main() -> None:
                         print(
                             f"{repetition}: {rows} rows, {how}: {median * 1e3:.2f} ms", flush=True
                         )
-        finally:
-            decode.close()
-            prefill.close()
     print("\nStep over that of one row alone, within a repetition: median [lowest .. highest]")
     for (rows, how), found in sorted(took.items()):
-        over = spread(found)
-        print(f"{rows} rows, {how}: {over['median']:.2f} [{over['min']:.2f} .. {over['max']:.2f}]")
+        print(f"{rows} rows, {how}: {span(spread(found), '.2f')}")
 
 
 if __name__ == "__main__":

@@ -19,13 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.disaggregation.run import NUM_CORES, VOCAB, make_model, our_mesh, run_client
-from bench.gpu.apart import ask
-from bench.record import Record, ratios
+from bench.mesh import ask, channel_to
+from bench.record import Record, arguments, ratios
 from services.cli.bench.prompts import one_prompt
-from shared.address import parse_address
-from shared.rpc.tcp import TcpNetwork
 
-HERE = Path(__file__).parent
 FETCHES, COMPUTES, COLOCATED = "apart, fetches", "apart, no fetches", "1 colocated"
 SYSTEMS: dict[str, dict[str, Any]] = {
     FETCHES: {"num_colocated": 0},
@@ -85,15 +82,14 @@ def row_of(conversations: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
 
 async def main(asked: argparse.Namespace) -> None:
     """Start the systems, ask them in turn, write."""
-    record = Record(HERE, asked.quick)
+    record = Record.of(__file__, asked)
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         make_model(folder)
         channels: dict[str, Any] = {}
         for name, settings in SYSTEMS.items():
             mesh = await stack.enter_async_context(our_mesh(folder, threads=NUM_CORES, **settings))
-            address = parse_address(mesh.grpc_target, param="mesh", default_port=0)
-            channels[name] = await stack.enter_async_context(TcpNetwork().channel(address))
+            channels[name] = await stack.enter_async_context(channel_to(mesh))
             await converse(channels[name], asked, 0)  # pays for what is made once
         for at_once in asked.at_once:
             found: dict[str, list[float]] = {name: [] for name in SYSTEMS}
@@ -103,15 +99,13 @@ async def main(asked: argparse.Namespace) -> None:
                     row = row_of(await converse_all(channel, asked, at_once, seed))
                     found[name].append(row["later_ttft_s"])
                     about = {"system": name, "at_once": at_once, "repetition": repetition}
-                    record.rows.append({**about, **row})
+                    record.add({**about, **row})
                     print(line(record.rows[-1]), flush=True)
-                    if asked.record:
-                        record.save()
             for name in (COMPUTES, COLOCATED):
                 share = ratios(found[FETCHES], found[name])
-                record.rows.append({"at_once": at_once, "later_ttft_x": name, **share})
+                record.add({"at_once": at_once, "later_ttft_x": name, **share})
                 print(f"{at_once} at once: later TTFT, {FETCHES} / {name}: {share['values']}")
-    record.finish(write=asked.record)
+    record.finish()
 
 
 def line(row: dict[str, Any]) -> str:
@@ -127,8 +121,7 @@ def line(row: dict[str, Any]) -> str:
 
 def parse() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--quick", action="store_true", help="one short repetition, prints only")
+    parser = arguments(__doc__, "one short repetition, prints only")
     parser.add_argument("--at-once", nargs="+", type=int, default=[1, 3], help="conversations")
     parser.add_argument("--conversations", type=int, default=6, help="of a repetition")
     parser.add_argument("--turns", type=int, default=3)
@@ -136,12 +129,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--said", type=int, default=60, help="tokens that each later turn adds")
     parser.add_argument("--answer", type=int, default=200, help="tokens of each answer")
     parser.add_argument("--repetitions", type=int, default=2)
-    parser.add_argument("--record", action="store_true", help="write results of a quick run too")
     asked = parser.parse_args()
     if asked.quick:
         asked.at_once, asked.conversations, asked.repetitions = [1], 2, 1
-    else:
-        asked.record = True
     return asked
 
 

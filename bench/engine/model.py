@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import struct
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +39,23 @@ LARGER = {
 MODELS = {"125m": SIZES, "1.1b": LARGER}
 
 
-def make(folder: Path, sizes: dict[str, int] = SIZES) -> None:
-    """Write the checkpoint as transformers does."""
+def write_llama(folder: Path, no_text: Sequence[int] = (), **shape: Any) -> None:
+    """Write a random checkpoint as transformers does. no_text: ids whose logits are 0, below the
+    best of a thousand others."""
     import torch
     import transformers
 
     transformers.logging.disable_progress_bar()
     torch.manual_seed(0)
-    shape: dict[str, Any] = {**sizes, "bos_token_id": None, "eos_token_id": None}
-    written: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
-    written.to(torch.bfloat16).save_pretrained(folder)
+    model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
+    with torch.no_grad():
+        model.lm_head.weight[list(no_text)] = 0.0
+    model.to(torch.bfloat16).save_pretrained(folder, max_shard_size="100GB")
+
+
+def make(folder: Path, sizes: dict[str, int] = SIZES) -> None:
+    """Write the model of these measurements."""
+    write_llama(folder, (), **sizes, bos_token_id=None, eos_token_id=None)
 
 
 def convert(folder: Path, target: Path, sizes: dict[str, int]) -> None:

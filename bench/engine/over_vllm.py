@@ -18,9 +18,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from bench.ends import EngineEnd
 from bench.engine import model
-from bench.engine.run import HERE, End
-from bench.record import PROJECT, Record, ratios, spread
+from bench.engine.run import HERE, in_turns
+from bench.record import PROJECT, Record, arguments, ratios, spread
 
 OURS, THEIRS = "pdmesh over vllm", "vllm"
 PYTHON = Path(os.environ.get("VLLM_VENV") or PROJECT / ".venv-vllm") / "bin" / "python"
@@ -28,7 +29,7 @@ CONTEXT = 512
 STEP_SHARE, PREFILL_SHARE = 1.10, 1.05
 
 
-def start(folder: Path, threads: int) -> list[End]:
+def start(folder: Path, threads: int) -> list[EngineEnd]:
     """Load the model into both."""
     vocab, length = str(model.VOCAB), str(model.MAX_LEN)
     blocks = str(64 * (2048 // 32 + 8))
@@ -41,12 +42,12 @@ def start(folder: Path, threads: int) -> list[End]:
     ours += ["--threads", str(threads), "--vocab", vocab, "--num-blocks", blocks]
     theirs = [str(PYTHON), str(HERE / "vllm_end.py"), str(folder), vocab, length, length]
     return [
-        End(OURS, ours, settings),
-        End(THEIRS, theirs, {**settings, "VLLM_CPU_KVCACHE_SPACE": "4"}),
+        EngineEnd(OURS, ours, settings),
+        EngineEnd(THEIRS, theirs, {**settings, "VLLM_CPU_KVCACHE_SPACE": "4"}),
     ]
 
 
-def compare(record: Record, ends: list[End], size: str, asked: argparse.Namespace) -> None:
+def compare(record: Record, ends: list[EngineEnd], size: str, asked: argparse.Namespace) -> None:
     """Prompts, then decode steps, in turns."""
     for tokens in asked.prefills:
         took: dict[str, list[float]] = {end.name: [] for end in ends}
@@ -58,12 +59,11 @@ def compare(record: Record, ends: list[End], size: str, asked: argparse.Namespac
     for batch in asked.batches:
         for end in ends:
             end.ask("fill", rows=batch, context=CONTEXT, steps=total)
-        took = {end.name: [] for end in ends}
-        for repetition in range(asked.repetitions + 1):  # the first one warms up
-            for end in ends:
-                answer = end.ask("decode", steps=asked.steps)
-                if repetition:
-                    took[end.name].append(statistics.median(answer["seconds"]))
+        answers = in_turns(ends, asked.repetitions, "decode", steps=asked.steps)
+        took = {
+            name: [statistics.median(one["seconds"]) for one in told]
+            for name, told in answers.items()
+        }
         note(record, f"{size}: step of {batch} at {CONTEXT}", took, STEP_SHARE)
 
 
@@ -73,18 +73,15 @@ def note(record: Record, what: str, took: dict[str, list[float]], bound: float) 
     row: dict[str, Any] = {"what": what, "share": share}
     for name, seconds in took.items():
         row[name] = {"ms": spread([1e3 * one for one in seconds])}
-    record.rows.append(row)
     record.goal(12, f"over vllm, {what}: x vllm's time", share, "<=", bound)
-    if not record.is_quick:
-        record.save()  # a run of the large model is long, and may be cut
+    record.add(row)
     times = "   ".join(f"{name} {row[name]['ms']['median']:.2f} ms" for name in took)
     print(f"{what:28} {times}   x {share['median']:.3f}", flush=True)
 
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--quick", action="store_true", help="2 repetitions, not recorded")
+    parser = arguments(__doc__, "2 repetitions, not recorded")
     parser.add_argument("--sizes", nargs="+", choices=model.MODELS, default=list(model.MODELS))
     parser.add_argument("--batches", type=int, nargs="+", default=(1, 16, 64))
     parser.add_argument("--prefills", type=int, nargs="*", default=(1024,))
@@ -96,11 +93,11 @@ def main() -> None:
         sys.exit(f"{PYTHON} is not there: make setup-vllm")
     if asked.quick:
         asked.repetitions = 2
-    record = Record(HERE, asked.quick)
+    record = Record.of(__file__, asked)
     for size in asked.sizes:
         with tempfile.TemporaryDirectory() as name:
             model.make(Path(name), model.MODELS[size])
-            ends: list[End] = []
+            ends: list[EngineEnd] = []
             try:
                 ends = start(Path(name), asked.threads)
                 record.environment["engines"] = {end.name: end.about for end in ends}

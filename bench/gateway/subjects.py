@@ -1,7 +1,6 @@
 """What is measured: our gateway and the routers, each with its mock back end, pinned to cores.
 
-The C programs beside this file are compiled at first use into a folder of their own. Nothing here
-measures.
+Nothing here measures.
 """
 
 from __future__ import annotations
@@ -12,17 +11,16 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import aiohttp
-
 from bench.compiler import compile_c
 from bench.peers import installed
 from bench.record import PROJECT
+from bench.servers import process, shown_log, wait_until
 from shared.address import Address
 from shared.home import Role
 from shared.ids import Incarnation
@@ -39,7 +37,6 @@ from tests.support.service_process import free_port
 HERE = Path(__file__).parent
 STEP_MS = 50
 MODEL = "m"
-_START_WITHIN_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +79,33 @@ class Subject:
         return pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 
 
-def compile_programs(folder: Path) -> dict[str, Path]:
-    """Compile the mocks and the client; exits with a sentence if there is no compiler."""
-    names, protocol = ("backend", "mesh", "client"), f"-DPROTOCOL_VERSION={PROTOCOL_VERSION}"
-    return {name: compile_c(HERE / f"{name}.c", folder / name, protocol) for name in names}
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """What subjects are made with. programs: the C files beside this one, compiled. words: a file
+    of the tokens that answers are made of. log: of all processes."""
+
+    programs: dict[str, Path]
+    words: Path
+    log: Path
+    cores: Cores
+
+
+@contextlib.contextmanager
+def tools(cores: Cores | None = None) -> Iterator[Tools]:
+    """Make them for the length of the block; exits with a sentence if there is no compiler."""
+    with shown_log() as log:
+        protocol = f"-DPROTOCOL_VERSION={PROTOCOL_VERSION}"
+        programs = {
+            name: compile_c(HERE / f"{name}.c", log.parent / name, protocol)
+            for name in ("backend", "mesh", "client")
+        }
+        write_words(log.parent / "words")
+        yield Tools(programs, log.parent / "words", log, cores or Cores.of_this_machine())
 
 
 def write_words(path: Path) -> None:
-    """Write the tokens that answers are made of: words of the bundled tokenizer that are one token
-    each, whatever stands before them, and need no escape in JSON."""
+    """Write words of the bundled tokenizer that are one token each, whatever stands before them,
+    and need no escape in JSON."""
     from tokenizers import Tokenizer
 
     folder = ModelFolder(resolve_model("demo"))
@@ -103,70 +118,12 @@ def write_words(path: Path) -> None:
                 file.write(f"{token_id}\t{text}\n")
 
 
-# --- processes ------------------------------------------------------------------------------------
-
-
-@contextlib.asynccontextmanager
-async def process(
-    command: Sequence[str | Path],
-    cores: frozenset[int],
-    log: Path,
-    environ: dict[str, str] | None = None,
-    folder: Path = PROJECT,
-) -> AsyncGenerator[asyncio.subprocess.Process]:
-    """Run a program in a folder on these cores for the length of the block; it may open as many
-    files as the hard limit allows."""
-    with log.open("ab") as output:
-        child = await asyncio.create_subprocess_exec(
-            *map(str, command),
-            env={**os.environ, **(environ or {})},
-            stdout=output,
-            stderr=output,
-            cwd=folder,
-            preexec_fn=lambda: os.sched_setaffinity(0, cores),
-        )
-    try:
-        yield child
-    finally:
-        if child.returncode is None:
-            child.terminate()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(5.0):
-                    await child.wait()
-        if child.returncode is None:
-            child.kill()
-            await child.wait()
-
-
-async def wait_until(
-    port: int,
-    path: str,
-    child: asyncio.subprocess.Process,
-    poll_s: float = 0.05,
-    scheme: str = "http",
-) -> None:
-    """Wait until this answers 200. Raises RuntimeError: the process ended, or the limit came."""
-    give_up_at = time.monotonic() + _START_WITHIN_S
-    async with aiohttp.ClientSession() as session:
-        while time.monotonic() < give_up_at and child.returncode is None:
-            with contextlib.suppress(aiohttp.ClientError):
-                url = f"{scheme}://127.0.0.1:{port}{path}"
-                async with session.get(url, ssl=False) as response:
-                    if response.status == 200:
-                        return
-            await asyncio.sleep(poll_s)
-    raise RuntimeError(f"{path} on port {port} did not answer in time")
-
-
 # --- our gateway ----------------------------------------------------------------------------------
 
 
 @contextlib.asynccontextmanager
 async def our_gateway(
-    programs: dict[str, Path],
-    words: Path,
-    cores: Cores,
-    log: Path,
+    kit: Tools,
     *,
     step_ms: int = STEP_MS,
     num_pairs: int = 1,
@@ -199,20 +156,21 @@ async def our_gateway(
                 for idx, role in enumerate(Role)
             ]
             mesh = [
-                programs["mesh"],
+                kit.programs["mesh"],
                 *(str(worker.port) for worker in pair),
                 *(str(worker.incarnation) for worker in pair),
-                *(words, str(step_ms)),
+                *(kit.words, str(step_ms)),
             ]
-            mocks.append((await stack.enter_async_context(process(mesh, cores.others, log))).pid)
+            mock = process(mesh, kit.log, cores=kit.cores.others)
+            mocks.append((await stack.enter_async_context(mock)).pid)
             workers += pair
         began_at = time.monotonic()
         command = [sys.executable, "-P", "-m", "services.gateway"]
         async with (
-            process(command, cores.tested, log, environ, tree) as gateway,
+            process(command, kit.log, environ, folder=tree, cores=kit.cores.tested) as gateway,
             joined(Address("127.0.0.1", mesh_port), workers),
         ):
-            await wait_until(http_port, "/ready", gateway, poll_s=0.01, scheme=scheme)
+            await wait_until(f"{scheme}://127.0.0.1:{http_port}/ready", gateway, poll_s=0.01)
             ready_s = time.monotonic() - began_at
             yield Subject(name, http_port, (gateway.pid,), tuple(mocks), ready_s)
 
@@ -289,9 +247,7 @@ ROUTERS: dict[str, tuple[str, str, Callable[[Path], list[str]]]] = {
 
 
 @contextlib.asynccontextmanager
-async def router(
-    name: str, backends: dict[int, int], cores: Cores, log: Path
-) -> AsyncGenerator[Subject | None]:
+async def router(name: str, backends: dict[int, int], kit: Tools) -> AsyncGenerator[Subject | None]:
     """Start a router before these back ends (port -> pid), round robin; None if it is not
     installed."""
     environment, program, command = ROUTERS[name]
@@ -307,39 +263,26 @@ async def router(
         *("--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())),
         *("--log-level", "error"),
     ]
-    began_at = time.monotonic()
-    async with process(arguments, cores.tested, log) as child:
-        await wait_until(port, "/health", child)
-        await _wait_for_answers(port, child)
+    began_at, url = time.monotonic(), f"http://127.0.0.1:{port}"
+    async with process(arguments, kit.log, cores=kit.cores.tested) as child:
+        await wait_until(f"{url}/health", child)
+        # Routers are healthy before they have met their workers.
+        body = {"model": MODEL, "prompt": "x", "max_tokens": 1}
+        await wait_until(f"{url}/v1/completions", child, poll_s=0.2, body=body)
         ready_s = time.monotonic() - began_at
         yield Subject(name, port, (child.pid,), tuple(backends.values()), ready_s)
 
 
-async def _wait_for_answers(port: int, child: asyncio.subprocess.Process) -> None:
-    """Routers are healthy before they have met their workers."""
-    body = {"model": MODEL, "prompt": "x", "max_tokens": 1}
-    give_up_at = time.monotonic() + _START_WITHIN_S
-    async with aiohttp.ClientSession() as session:
-        while time.monotonic() < give_up_at and child.returncode is None:
-            url = f"http://127.0.0.1:{port}/v1/completions"
-            async with session.post(url, json=body) as response:
-                if response.status == 200:
-                    return
-            await asyncio.sleep(0.2)
-    raise RuntimeError(f"no answer on port {port}")
-
-
 @contextlib.asynccontextmanager
-async def http_backends(
-    programs: dict[str, Path], words: Path, cores: Cores, log: Path, count: int = 2
-) -> AsyncGenerator[dict[int, int]]:
+async def http_backends(kit: Tools, count: int = 2) -> AsyncGenerator[dict[int, int]]:
     """Start mock back ends; yields port -> pid."""
     async with contextlib.AsyncExitStack() as stack:
         backends: dict[int, int] = {}
         for _ in range(count):
             port = free_port()
-            command = [programs["backend"], str(port), words, str(STEP_MS)]
-            child = await stack.enter_async_context(process(command, cores.others, log))
-            await wait_until(port, "/health", child)
+            command = [kit.programs["backend"], str(port), kit.words, str(STEP_MS)]
+            started = process(command, kit.log, cores=kit.cores.others)
+            child = await stack.enter_async_context(started)
+            await wait_until(f"http://127.0.0.1:{port}/health", child)
             backends[port] = child.pid
         yield backends

@@ -28,12 +28,6 @@ def certificate_settings(folder: Path) -> dict[str, str]:
     return {"PDMESH_TLS_CERT": str(cert), "PDMESH_TLS_KEY": str(key)}
 
 
-def cpu_us(subject: Subject) -> float:
-    """CPU time of its processes so far."""
-    tasks = (task for pid in subject.pids for task in Path(f"/proc/{pid}/task").iterdir())
-    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e3
-
-
 async def tls_figures(subject: Subject, scheme: str) -> dict[str, float]:
     """Return us of CPU: of a token of paced streams, of one flat out, and of a new connection with
     one small request."""
@@ -50,10 +44,10 @@ async def tls_figures(subject: Subject, scheme: str) -> dict[str, float]:
             subject.set_pace(is_paced=is_paced)
             await _answers(session, url, rounds=1)  # opens the connections
             rounds = 1 if is_paced else 8
-            before = cpu_us(subject)
+            before = subject.cpu_s()
             num_tokens = await _answers(session, url, rounds=rounds)
-            figures[what] = (cpu_us(subject) - before) / num_tokens
-    before = cpu_us(subject)
+            figures[what] = (subject.cpu_s() - before) / num_tokens * 1e6
+    before = subject.cpu_s()
     for _ in range(CONNECTIONS):
         connector = aiohttp.TCPConnector(ssl=context)
         async with (
@@ -61,7 +55,8 @@ async def tls_figures(subject: Subject, scheme: str) -> dict[str, float]:
             session.get(f"{url}/health") as response,
         ):
             assert response.status == 200
-    figures["a new connection and a small request"] = (cpu_us(subject) - before) / CONNECTIONS
+    spent_s = subject.cpu_s() - before
+    figures["a new connection and a small request"] = spent_s / CONNECTIONS * 1e6
     return figures
 
 

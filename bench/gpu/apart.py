@@ -11,31 +11,23 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import re
 import statistics
 import sys
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.device import name_or_exit
-from bench.record import Record, run
-from services.cli.bench.prompts import one_prompt
-from services.local import LocalMesh, local_mesh, plan_services, wait_for_pair
-from shared import wire
-from shared.address import parse_address
-from shared.config import DEMO_MODEL, STEP_TOKENS, DecodeConfig, GatewayConfig, PrefillConfig
-from shared.messages.columns import pack_u32, unpack_u32
-from shared.rpc.methods import GENERATE
-from shared.rpc.status import RECEIPT_TRAILER
-from shared.rpc.stream import open_stream
-from shared.rpc.tcp import TcpNetwork
+import uvloop
 
-HERE = Path(__file__).parent
+from bench.device import add_device, name_or_exit
+from bench.mesh import a_mesh, ask, channel_to
+from bench.record import Record, arguments
+from services.cli.bench.prompts import one_prompt
+from services.local import LocalMesh
+from shared.config import DEMO_MODEL, STEP_TOKENS, DecodeConfig, PrefillConfig
+
 INTERRUPTED = 130
-READY_WITHIN_S = 120.0
 BLOCK_SIZE = 16
 SHORTEST_PROMPT = 16
 ONE, AGAIN, TWO = "one process", "one process, again", "two processes"
@@ -78,8 +70,9 @@ def agreement(answers: Sequence[Sequence[int]], others: Sequence[Sequence[int]])
     )
 
 
-@asynccontextmanager
-async def a_mesh(asked: argparse.Namespace, *, is_apart: bool) -> AsyncGenerator[LocalMesh]:
+def one_mesh(
+    asked: argparse.Namespace, *, is_apart: bool
+) -> AbstractAsyncContextManager[LocalMesh]:
     """Start a gateway with a prefill and a decode worker, or with one that does both.
 
     What would make a prompt be computed in other parts than its twin is off: cached prefixes, and
@@ -96,43 +89,16 @@ async def a_mesh(asked: argparse.Namespace, *, is_apart: bool) -> AsyncGenerator
         "cache_prefixes": False,
         "threads": 1 if asked.device == "cpu" else 0,
     }
-    services = plan_services(
-        GatewayConfig(**shared, http_port=0, grpc_port=0, mesh_port=0),
-        [PrefillConfig(**worker)] if is_apart else [],
-        [DecodeConfig(**worker, colocated=not is_apart)],
-    )
-    async with local_mesh(services, restart=False, drain_s=5.0) as mesh:
-        await wait_for_pair(mesh.http_url, READY_WITHIN_S)
-        yield mesh
-
-
-async def ask(channel: Any, prompt: Sequence[int], num_tokens: int) -> tuple[list[int], Any]:
-    """Return the token ids of one greedy answer, and its receipt.
-
-    Raises MeshError: the call failed. RuntimeError: the answer has another length.
-    """
-    params = wire.GenerateParams(
-        max_tokens=num_tokens, min_tokens=num_tokens, temperature=0.0, ignore_eos=True
-    )
-    request = wire.GenerateRequest(token_ids=pack_u32(prompt), params=params)
-    ids: list[int] = []
-    async with open_stream(channel, GENERATE) as stream:
-        await stream.send(request, end=True)
-        async for reply in stream:
-            ids += unpack_u32(reply.token_ids)
-        receipt = json.loads(stream.trailers[RECEIPT_TRAILER])
-    if len(ids) != num_tokens:
-        raise RuntimeError(f"{len(ids)} tokens instead of {num_tokens}")
-    return ids, receipt
+    prefills = [PrefillConfig(**worker)] if is_apart else []
+    return a_mesh(prefills, [DecodeConfig(**worker, colocated=not is_apart)], **shared)
 
 
 async def ask_all(
     mesh: LocalMesh, prompts: Sequence[Sequence[int]], num_tokens: int, *, at_once: int
 ) -> tuple[Answers, list[Any]]:
     """Ask for all answers, so many at a time; their token ids and their receipts."""
-    address = parse_address(mesh.grpc_target, param="mesh", default_port=0)
     places = asyncio.Semaphore(at_once)
-    async with TcpNetwork().channel(address) as channel, asyncio.TaskGroup() as tasks:
+    async with channel_to(mesh) as channel, asyncio.TaskGroup() as tasks:
 
         async def one(prompt: Sequence[int]) -> tuple[list[int], Any]:
             async with places:
@@ -151,11 +117,11 @@ async def measure(asked: argparse.Namespace, record: Record) -> None:
     found: dict[tuple[str, str], Answers] = {}
     receipts: list[Any] = []
     ways = {ALONE: 1, TOGETHER: asked.prompts}
-    async with a_mesh(asked, is_apart=False) as mesh:
+    async with one_mesh(asked, is_apart=False) as mesh:
         for who in (ONE, AGAIN):
             for way, at_once in ways.items():
                 found[who, way], _ = await ask_all(mesh, prompts, asked.tokens, at_once=at_once)
-    async with a_mesh(asked, is_apart=True) as mesh:
+    async with one_mesh(asked, is_apart=True) as mesh:
         for way, at_once in ways.items():
             found[TWO, way], told = await ask_all(mesh, prompts, asked.tokens, at_once=at_once)
             receipts += told
@@ -188,21 +154,17 @@ def line(names: dict[str, str], result: Agreement) -> str:
 
 def parse() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--quick", action="store_true", help="8 prompts to 256, 32 tokens each")
-    parser.add_argument("--device", default="cuda", help="cuda, cuda:N or cpu; for all workers")
+    parser = arguments(__doc__, "8 prompts to 256, 32 tokens each")
+    add_device(parser)
     parser.add_argument("--model", default=DEMO_MODEL, help="folder; default: the bundled model")
     parser.add_argument("--prompts", type=int, default=32, help="how many")
     parser.add_argument("--longest", type=int, default=1024, help="tokens of the longest prompt")
     parser.add_argument("--tokens", type=int, default=128, help="tokens of each answer")
-    parser.add_argument("--record", action="store_true", help="write results of a quick run too")
     asked = parser.parse_args()
     if asked.quick:
         asked.prompts, asked.longest, asked.tokens = 8, 256, 32
     if asked.prompts < 1 or asked.tokens < 1 or asked.longest < SHORTEST_PROMPT:
         parser.error(f"at least 1 prompt, 1 token, and --longest {SHORTEST_PROMPT}")
-    if re.fullmatch(r"cpu|cuda(:\d+)?", asked.device) is None:
-        parser.error("--device must be cuda, cuda:N or cpu")
     return asked
 
 
@@ -211,13 +173,13 @@ def main() -> None:
     asked = parse()
     name = name_or_exit(asked.device)
     about = {"device": name, "model": Path(asked.model).name, "dtype": "bfloat16"}
-    record = Record(HERE, asked.quick, about)
+    record = Record.of(__file__, asked, **about)
     record.stem += "-apart"
     try:
-        run(measure(asked, record))
+        uvloop.run(measure(asked, record))
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
-    record.finish(write=True if asked.record else None)
+    record.finish()
 
 
 if __name__ == "__main__":

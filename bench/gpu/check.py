@@ -25,7 +25,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from bench.record import NOT_HERE, PROJECT, environment
+from bench.device import add_device
+from bench.record import NOT_HERE, PROJECT, environment, file_name
 
 INTERRUPTED = 130
 QUICK_MINUTES, WHOLE_MINUTES = 12, 40
@@ -311,18 +312,13 @@ def _driver(index: int) -> str:
     return ""
 
 
-def stem_of(device_name: str) -> str:
-    """Return a file name for a device: NVIDIA H100 PCIe becomes nvidia-h100-pcie."""
-    return re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
-
-
 def check(
     asked: argparse.Namespace, about: Mapping[str, Any], parts: Sequence[Part] = PARTS
 ) -> list[Answer]:
     """Ask what is still to be asked, and write page and JSON after every part."""
     folder: Path = asked.out
     folder.mkdir(parents=True, exist_ok=True)
-    stem = folder / stem_of(about["device"])
+    stem = folder / file_name(about["device"])
     answers = {} if asked.again else read_answers(
         stem.with_suffix(".json"), about, is_quick=asked.quick
     )  # fmt: skip
@@ -360,7 +356,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help=f"within {QUICK_MINUTES} minutes instead of {WHOLE_MINUTES}",
     )
-    parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu: a rehearsal")
+    add_device(parser)
     parser.add_argument(
         "--out", type=Path, default=Path("build/gpu-check"), help="folder of page, JSON and logs"
     )
@@ -368,10 +364,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--only", nargs="+", choices=[part.name for part in PARTS], metavar="PART", default=[]
     )
     parser.add_argument("--again", action="store_true", help="ask what was asked before, too")
-    asked = parser.parse_args(arguments)
-    if re.fullmatch(r"cpu|cuda(:\d+)?", asked.device) is None:
-        parser.error("--device must be cuda, cuda:N or cpu")
-    return asked
+    return parser.parse_args(arguments)
 
 
 def main() -> None:

@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 
 from bench.device import add_device, name_or_exit
 from bench.gpu.run import OurEnd, ending, make_folder, seconds_of, shape_for
-from bench.record import Record, ratios
+from bench.record import Record, arguments, ratios
 
-HERE = Path(__file__).parent
 BATCHES = (1, 32, 128)
 CONTEXT = 512
 LENGTHS = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
@@ -131,19 +130,18 @@ def measure(asked: argparse.Namespace, record: Record, folder: Path) -> None:
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--quick", action="store_true", help="4 layers, 2 repetitions")
-    parser.add_argument("--record", action="store_true", help="write results of a quick run too")
+    parser = arguments(__doc__, "4 layers, 2 repetitions")
     add_device(parser)
     asked = parser.parse_args()
     name = name_or_exit(asked.device)
     asked.steps, asked.repetitions = (5, 2) if asked.quick else (20, 3)
-    record = Record(HERE, asked.quick, {"device": name})
+    record = Record.of(__file__, asked, device=name)
     record.stem += "-idle"
+    record.is_written &= asked.device != "cpu"
     with tempfile.TemporaryDirectory() as folder:
         make_folder(Path(folder), shape_for(asked))
         measure(asked, record, Path(folder))
-    record.finish(write=False if asked.device == "cpu" else asked.record or None)
+    record.finish()
 
 
 if __name__ == "__main__":

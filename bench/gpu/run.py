@@ -13,10 +13,11 @@ import asyncio
 import gc
 import importlib.util
 import json
+import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,12 +25,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import uvloop
 
 from bench.device import add_device, name_or_exit
-from bench.record import Record, ratios, spread
+from bench.record import Record, arguments, ratios, span, spread
 
 if TYPE_CHECKING:
     from shared.engine.worker import BegunStep
 
-HERE = Path(__file__).parent
 VOCAB = 128_256
 MAX_LEN = 8192
 SHAPE: dict[str, Any] = {
@@ -66,7 +66,7 @@ GOAL_PROMPT = 4096
 DECODE_SHARE, PREFILL_SHARE = 0.85, 0.65
 """Goals: of the bandwidth at batch 1, of the product rate in a prompt of GOAL_PROMPT tokens."""
 
-Step = Callable[[], None]
+Step = Callable[[], object]
 """Does the work once and waits until it is done."""
 
 
@@ -94,20 +94,13 @@ def make_folder(folder: Path, shape: dict[str, Any]) -> None:
     header: dict[str, Any] = {}
     at = 0
     for name, sizes in expected_shapes(read_model_config(ModelFolder(folder))).items():
-        end = at + 2 * _product(sizes)
+        end = at + 2 * math.prod(sizes)
         header[name] = {"dtype": "BF16", "shape": list(sizes), "data_offsets": [at, end]}
         at = end
     text = json.dumps(header).encode()
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + at)
-
-
-def _product(sizes: Sequence[int]) -> int:
-    total = 1
-    for size in sizes:
-        total *= size
-    return total
 
 
 def seconds_of(step: Step, *, repetitions: int) -> float:
@@ -185,7 +178,7 @@ class OurEnd:
         self.settle()
         if not (is_replayed and self._is_ahead):
             on_layer = None if is_replayed else lambda _: None
-            return lambda: void(engine.step(rows, on_layer))
+            return lambda: engine.step(rows, on_layer)
 
         async def step() -> None:
             if self._running is None:
@@ -215,7 +208,7 @@ class OurEnd:
         table = tuple(range(-(-length // self.engine.block_size)))
         spec = SampleSpec(SamplingParams(max_tokens=2), 0, (), ())
         row = StepRow([idx % 1000 for idx in range(length)], 0, table, spec)
-        return lambda: void(self.engine.step([row]))
+        return lambda: self.engine.step([row])
 
     def close(self) -> None:
         self.settle()
@@ -284,10 +277,6 @@ class TransformersEnd:
 
     def close(self) -> None:
         del self._model, self._forward
-
-
-def void(_: object) -> None:
-    """A step's result is looked at by nobody here."""
 
 
 @contextmanager
@@ -394,8 +383,8 @@ def report(
         times = statistics.median(seconds) / ours
         row = {"who": who, "what": what, "seconds": spread(seconds), name: share}
         record.rows.append({**row, "median_x_pdmesh": times})
-        span = f"{share['median']:.3f} [{share['min']:.3f} .. {share['max']:.3f}]"
-        print(f"{who:16} {what:26} share of the limit {span}, {times:.2f} x our time")
+        of_limit = span(share, ".3f")
+        print(f"{who:16} {what:26} share of the limit {of_limit}, {times:.2f} x our time")
 
 
 def set_goals(record: Record, asked: argparse.Namespace, num_layers: int) -> None:
@@ -424,10 +413,7 @@ def shape_for(asked: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument(
-        "--quick", action="store_true", help=f"{QUICK_LAYERS} layers, 3 repetitions, no peers"
-    )
+    parser = arguments(__doc__, f"{QUICK_LAYERS} layers, 3 repetitions, no peers")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 128])
     parser.add_argument("--context", type=int, default=1024, help="tokens a decoded sequence has")
     parser.add_argument("--prompt", type=int, default=GOAL_PROMPT, help="tokens of the prompt")
@@ -435,7 +421,6 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--no-peers", action="store_true", help="ours alone")
     parser.add_argument("--exact", action="store_true", help="ours with exact products, attention")
-    parser.add_argument("--record", action="store_true", help="write results of a quick run too")
     add_device(parser)
     asked = parser.parse_args()
     name = name_or_exit(asked.device)
@@ -448,12 +433,13 @@ def main() -> None:
     longest = max(asked.prompt, asked.context * max(asked.batches))
     num_blocks = -(-longest // 16) + max(asked.batches)
     asked.options = {"num_blocks": num_blocks, "exact": asked.exact}
-    record = Record(HERE, asked.quick, {"device": name, "exact": asked.exact})
+    record = Record.of(__file__, asked, device=name, exact=asked.exact)
+    # A rehearsal on a CPU is of another shape and leaves no figures.
+    record.is_written &= asked.device != "cpu"
     with tempfile.TemporaryDirectory() as folder:
         make_folder(Path(folder), shape)
         measure(asked, record, shape, Path(folder))
-    # A rehearsal on a CPU is of another shape and leaves no figures.
-    record.finish(write=False if asked.device == "cpu" else asked.record or None)
+    record.finish()
 
 
 if __name__ == "__main__":

@@ -22,14 +22,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from bench.engine.model import SIZES, VOCAB, make
 from bench.engine.our_end import End
-from bench.record import Record, ratios, spread
+from bench.record import Record, arguments, ratios, spread
 from shared.engine.sampling.guides import Guides
 from shared.engine.torch_engine import TorchEngine
 from shared.grammar import library
 from shared.request import SamplingParams, WorkItem
 from shared.schedule.sequence import Sequence as TokenSequence
 
-HERE = Path(__file__).parent
 MOST = 1.05
 ROWS = 16
 CONTEXT = 128
@@ -134,13 +133,12 @@ def note(record: Record, found: list[dict[str, float]], about: str) -> None:
         share = ratios([one[f"{kind}, guided"] for one in found], [one[kind] for one in found])
         row[f"{kind}, x free"] = share
         record.goal(21, f"{about}, {kind}: guided step x free", share, "<=", MOST)
-    record.rows.append(row)
+    record.add(row)
 
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="2 repetitions, not recorded")
+    parser = arguments(__doc__, "2 repetitions, not recorded")
     parser.add_argument("--rows", type=int, default=ROWS)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--repetitions", type=int, default=12)
@@ -148,7 +146,7 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.quick:
         asked.repetitions = 2
-    record = Record(HERE, asked.quick)
+    record = Record.of(__file__, asked)
     with tempfile.TemporaryDirectory() as folder:
         make(Path(folder), SIZES)
         tokenizer = a_tokenizer(VOCAB)

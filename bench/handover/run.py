@@ -10,32 +10,32 @@ README.md beside this file.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
 import random
 import statistics
 import sys
-import tempfile
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from bench.loop_lag.run import QUIET_CORES, cpu_s, machine_cpu_s
-from bench.plots import Bars, Pictures, save
-from bench.priorities import REALTIME, add_priorities
-from bench.record import Record, run, spread
-from services.local import LocalMesh, local_mesh, plan_services, wait_for_pair
-from shared.config import DecodeConfig, GatewayConfig, PrefillConfig
-from shared.model_folder import ModelFolder, resolve_model
+import uvloop
 
-HERE = Path(__file__).parent
+from bench.cpu import QUIET_CORES, cpu_s, machine_cpu_s
+from bench.mesh import REALTIME, a_mesh, add_priorities
+from bench.plots import Bars, Pictures
+from bench.record import Record, arguments, spread
+from bench.servers import shown_log
+from services.local import LocalMesh
+from shared.config import DecodeConfig, PrefillConfig
+from shared.model_folder import ModelFolder, resolve_model
+from shared.telemetry.definitions import percentiles
+
 MAX_TOKENS = 24
 WARM_UP_ANSWERS = 60
 NUM_BLOCKS = 512
@@ -176,26 +176,7 @@ class Client:
             writer.close()
 
 
-# --- the mesh and what it tells -------------------------------------------------------------------
-
-
-@asynccontextmanager
-async def a_mesh(
-    engine: str, log: Path, priority: str, *, all_tell: bool
-) -> AsyncGenerator[LocalMesh]:
-    """Prefill logs its moments, for only it knows when it has token 1; the others if ``all_tell``,
-    since that costs them time."""
-    level = "debug" if all_tell else "info"
-    common: dict[str, Any] = {"log_format": "json", "realtime": priority == REALTIME}
-    worker = {"num_blocks": NUM_BLOCKS, **common, **ENGINES[engine]}
-    services = plan_services(
-        GatewayConfig(http_port=0, grpc_port=0, mesh_port=0, log_level=level, **common),
-        [PrefillConfig(log_level="debug", **worker)],
-        [DecodeConfig(log_level=level, **worker)],
-    )
-    async with local_mesh(services, log=log, restart=False, drain_s=5.0) as mesh:
-        await wait_for_pair(mesh.http_url, 300.0)
-        yield mesh
+# --- what the mesh tells --------------------------------------------------------------------------
 
 
 def moments(log: Path) -> dict[str, dict[str, list[float]]]:
@@ -210,9 +191,8 @@ def moments(log: Path) -> dict[str, dict[str, list[float]]]:
 
 def ms(values: Sequence[float]) -> dict[str, float]:
     """p50 and p99 in milliseconds."""
-    ordered = sorted(values)
-    at = [ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in (0.5, 0.99)]
-    return {"p50_ms": at[0] * 1e3, "p99_ms": at[1] * 1e3, "count": len(ordered)}
+    p50, p99 = percentiles(values, (50, 99))
+    return {"p50_ms": p50 * 1e3, "p99_ms": p99 * 1e3, "count": len(values)}
 
 
 def handover(answers: list[Answer], told: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
@@ -260,11 +240,19 @@ async def ask_in_quiet(
 async def measure(
     engine: str, priority: str, seconds: float, repetitions: int, *, all_tell: bool
 ) -> list[Any]:
-    """One mesh; the loads in turn, as often as asked."""
+    """One mesh; the loads in turn, as often as asked.
+
+    Prefill logs its moments, for only it knows when it has token 1; the others if ``all_tell``,
+    since that costs them time.
+    """
     rows: list[Any] = []
-    with tempfile.NamedTemporaryFile(suffix=".log") as file:
-        log = Path(file.name)
-        async with a_mesh(engine, log, priority, all_tell=all_tell) as mesh:
+    level = "debug" if all_tell else "info"
+    common: dict[str, Any] = {"log_format": "json", "realtime": priority == REALTIME}
+    worker = {"num_blocks": NUM_BLOCKS, **common, **ENGINES[engine]}
+    prefill = PrefillConfig(log_level="debug", **worker)
+    decode = DecodeConfig(log_level=level, **worker)
+    with shown_log() as log:
+        async with a_mesh([prefill], [decode], log=log, log_level=level, **common) as mesh:
             client = Client(mesh, seed=1)
             for _ in range(WARM_UP_ANSWERS):
                 await client.ask()
@@ -354,8 +342,7 @@ def show_stages(rows: list[Any]) -> None:
 
 def main() -> None:
     """Measure, print, and write the results."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--quick", action="store_true", help="one short repetition, not recorded")
+    parser = arguments(__doc__, "one short repetition, not recorded")
     parser.add_argument("--stages", action="store_true", help="only where the time goes")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=BY_DEFAULT)
     parser.add_argument("--seconds", type=float, default=10.0, help="of one load")
@@ -365,17 +352,16 @@ def main() -> None:
     seconds, repetitions = chosen.seconds, chosen.repetitions
     if chosen.quick:
         seconds, repetitions = min(seconds, 3.0), 1
-    record = Record(HERE, is_quick=chosen.quick or chosen.stages)
+    record = Record.of(__file__, chosen)
     for engine in chosen.engines:
         for priority in chosen.priorities:
             work = measure(engine, priority, seconds, repetitions, all_tell=chosen.stages)
-            record.rows += run(work)
+            record.rows += uvloop.run(work)
     if chosen.stages:
         show_stages(record.rows)
     else:
         report(record, record.rows)
-        if (path := record.finish()) is not None:
-            save(pictures_of(record.rows), path)
+        record.finish(pictures_of)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import heapq
 import statistics
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -23,8 +22,8 @@ from itertools import count, pairwise
 from pathlib import Path
 
 from bench.disaggregation.run import LOADS, SCALE, TARGET, VOCAB, make_model
+from bench.ends import EngineEnd, our_engine
 from bench.limits.run import TTFT_LIMITS
-from bench.transfer.pairs import End, without_ucx
 from services.cli.bench.workload import Fit, Load, plan
 
 LOAD = "azure-conv"
@@ -45,25 +44,13 @@ Queue = Callable[[Sequence[Prompt]], list[float]]
 """Seconds until each has its first token."""
 
 
-def prompt_seconds(repetitions: int) -> list[tuple[int, float]]:
-    """Time prompts of this folder's model."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        make_model(folder)
-        end = End(
-            [sys.executable, "-m", "bench.engine.our_end", str(folder), "--threads", "1", "--vocab",
-             str(VOCAB), "--num-blocks", "1024"],
-            without_ucx(),
-        )  # fmt: skip
-        found: list[tuple[int, float]] = []
-        try:
-            end.answer()
-            for length in LENGTHS:
-                end.tell({"do": "prefill", "tokens": length, "times": repetitions})
-                found.append((length, statistics.median(end.answer()["seconds"])))
-        finally:
-            end.close()
-    return found
+def prompts_of(engine: EngineEnd, repetitions: int) -> list[tuple[int, float]]:
+    """Return lengths of prompts, and the seconds that each takes."""
+    return [
+        (length, statistics.median(told["seconds"]))
+        for length in LENGTHS
+        for told in [engine.ask("prefill", tokens=length, times=repetitions)]
+    ]
 
 
 def seconds_of(length: int, timed: Sequence[tuple[int, float]]) -> float:
@@ -133,13 +120,19 @@ QUEUES: dict[str, Queue] = {
 }
 
 
-def best_rate(queue: Queue, prompts_at: Callable[[float], list[Prompt]], limit_s: float) -> float:
-    """Return the last rate before the first that misses the target."""
+def best_rate(kept_at: Callable[[float], Sequence[bool]]) -> float:
+    """Return the last rate before the first that misses the target. kept_at: who of its requests
+    keeps the limits."""
     for number in count(1):
-        waits = queue(prompts_at(number * STEP))
-        if sum(wait <= limit_s for wait in waits) < TARGET * len(waits):
+        kept = kept_at(number * STEP)
+        if sum(kept) < TARGET * len(kept):
             return (number - 1) * STEP
     raise AssertionError
+
+
+def rate_of(queue: Queue, prompts_at: Callable[[float], Sequence[Prompt]], limit_s: float) -> float:
+    """Return the highest rate at which a queue keeps a limit of TTFT."""
+    return best_rate(lambda rate: [wait <= limit_s for wait in queue(prompts_at(rate))])
 
 
 def main() -> None:
@@ -147,7 +140,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--repetitions", type=int, default=5, help="of each length")
     asked = parser.parse_args()
-    timed = prompt_seconds(asked.repetitions)
+    with tempfile.TemporaryDirectory() as name:
+        make_model(Path(name))
+        with our_engine(Path(name), 1, VOCAB) as engine:
+            timed = prompts_of(engine, asked.repetitions)
     print("prompts, alone: " + ", ".join(f"{size}: {took * 1e3:.0f} ms" for size, took in timed))
 
     @cache
@@ -160,7 +156,7 @@ def main() -> None:
     print(f"the median prompt: {median_s * 1e3:.0f} ms; {LOAD}, requests/s within a limit of")
     print(f"{'':40}" + "".join(f"{f'{limit} x':>8}" for limit in TTFT_LIMITS))
     for name, queue in QUEUES.items():
-        rates = [best_rate(queue, prompts_at, limit * median_s) for limit in TTFT_LIMITS]
+        rates = [rate_of(queue, prompts_at, limit * median_s) for limit in TTFT_LIMITS]
         print(f"{name:40}" + "".join(f"{rate:8.2f}" for rate in rates))
 
 

@@ -14,13 +14,12 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-import sys
 import tempfile
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import count, takewhile
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,12 +29,11 @@ from bench.disaggregation.run import (
     NUM_CORES,
     SCALE,
     SLOS,
-    TARGET,
     VOCAB,
     make_model,
 )
-from bench.limits.bound import LENGTHS, seconds_of
-from bench.transfer.pairs import End, without_ucx
+from bench.ends import our_engine
+from bench.limits.bound import best_rate, prompts_of, seconds_of
 from services.cli.bench.workload import Fit, Load, Workload, plan
 
 ROWS = (1, 2, 3, 4, 6, 8)
@@ -43,9 +41,6 @@ CONTEXTS = {"azure-conv": 300, "mooncake": 1300}
 """Tokens of each row, about those of the load's requests."""
 
 NUM_REQUESTS = 2000
-STEP = 0.125
-"""Requests/s between two rates that are tried."""
-
 TARGETS = (1.2, 1.5, 2.0, 3.0)
 """Of a colocated worker's step, in times a step of one row; the best one counts."""
 
@@ -201,14 +196,16 @@ def in_turn(
 Serve = Callable[[Sequence[Request]], list[Answer]]
 
 
-def best_rate(serve: Serve, requests_at: Callable[[float], list[Request]], limits: Answer) -> float:
-    """Return the last rate before the first that misses the target."""
-    for number in count(1):
-        answers = serve(requests_at(number * STEP))
-        kept = sum(one.ttft_s <= limits.ttft_s and one.tpot_s <= limits.tpot_s for one in answers)
-        if kept < TARGET * len(answers):
-            return (number - 1) * STEP
-    raise AssertionError
+def rate_of(serve: Serve, requests_at: Callable[[float], list[Request]], limits: Answer) -> float:
+    """Return the highest rate at which a way to serve keeps both limits."""
+
+    def kept_at(rate: float) -> list[bool]:
+        return [
+            one.ttft_s <= limits.ttft_s and one.tpot_s <= limits.tpot_s
+            for one in serve(requests_at(rate))
+        ]
+
+    return best_rate(kept_at)
 
 
 def requests_of(workload: Workload) -> list[Request]:
@@ -226,25 +223,13 @@ def requests_of(workload: Workload) -> list[Request]:
 
 def timed(folder: Path, threads: int, repetitions: int, context: int) -> Costs:
     """Time prompts and steps of this folder's model. context: tokens of a step's rows."""
-    end = End(
-        [sys.executable, "-m", "bench.engine.our_end", str(folder), "--threads", str(threads),
-         "--vocab", str(VOCAB), "--num-blocks", "1024"],
-        without_ucx(),
-    )  # fmt: skip
-    prompts: list[tuple[int, float]] = []
-    steps: list[tuple[int, float]] = []
-    try:
-        end.answer()
-        for length in LENGTHS:
-            end.tell({"do": "prefill", "tokens": length, "times": repetitions})
-            prompts.append((length, statistics.median(end.answer()["seconds"])))
+    with our_engine(folder, threads, VOCAB) as engine:
+        prompts = prompts_of(engine, repetitions)
+        steps: list[tuple[int, float]] = []
         for rows in ROWS:
-            end.tell({"do": "fill", "rows": rows, "context": context})
-            end.answer()
-            end.tell({"do": "decode", "steps": 10 * repetitions})
-            steps.append((rows, statistics.median(end.answer()["seconds"])))
-    finally:
-        end.close()
+            engine.ask("fill", rows=rows, context=context)
+            told = engine.ask("decode", steps=10 * repetitions)
+            steps.append((rows, statistics.median(told["seconds"])))
     print(
         f"{threads} threads: prompts "
         + ", ".join(f"{size}: {took * 1e3:.0f} ms" for size, took in prompts)
@@ -299,7 +284,7 @@ def main() -> None:
         ],
     }
     for way, choices in ways.items():
-        print(f"{way:50}{max(best_rate(each, requests_at, limits) for each in choices):8.2f}")
+        print(f"{way:50}{max(rate_of(each, requests_at, limits) for each in choices):8.2f}")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import contextlib
 import math
 import tempfile
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -28,21 +28,21 @@ from bench.disaggregation.run import (
     add_our_systems,
     colocated_systems,
     make_model,
-    our_mesh,
+    open_ours,
     report,
     run_client,
     send,
+    shares_prefixes,
 )
-from bench.plots import Panel, Pictures, save
-from bench.record import Record, spread
-from services.cli.bench.endpoints import ServerEndpoint, open_endpoints
+from bench.plots import Panel, Pictures
+from bench.record import Record, arguments, spread
+from services.cli.bench.endpoints import ServerEndpoint
 from services.cli.bench.records import Ending, Run
-from services.cli.bench.sources import Sessions, Source
+from services.cli.bench.sources import Source
 from services.cli.bench.summary import summarize
 from services.cli.bench.workload import Load
 from shared.telemetry.definitions import goodput
 
-HERE = Path(__file__).parent
 TTFT_LIMITS = (3, 5, 10, 20)
 """As multiples of the best median without load."""
 
@@ -155,49 +155,28 @@ async def measure(
                     f"{load}, {repetition}", name, endpoints, source, arrivals, seed
                 )
                 row = {"system": name, "rate": rate, "void": void}
-                record.rows.append({**about, **row, "answers": answers_of(run)})
-        if asked.record:
-            record.save()
-
-
-@contextlib.asynccontextmanager
-async def opened(
-    folder: Path, asked: argparse.Namespace, load: str
-) -> AsyncGenerator[dict[str, list[ServerEndpoint]]]:
-    """Start every system, all at once: apart first, then the colocated ones."""
-    async with contextlib.AsyncExitStack() as stack:
-
-        async def mesh(num_colocated: int, threads: int, tbt_ms: float = 0.0) -> list[str]:
-            ours = our_mesh(
-                folder, num_colocated=num_colocated, threads=threads, tbt_s=tbt_ms / 1e3
-            )
-            return [(await stack.enter_async_context(ours)).http_url]
-
-        urls = {DISAGGREGATED: await mesh(0, asked.prefill_threads)}
-        for name, one in colocated_systems(asked.colocated).items():
-            # Prompts that share prefixes go to a worker that has them: one gateway a worker.
-            has_gateways = one.num_workers > 1 and isinstance(LOADS[load], Sessions)
-            shares = [1] * one.num_workers if has_gateways else [one.num_workers]
-            urls[name] = [url for num in shares for url in await mesh(num, one.threads, one.tbt_ms)]
-        yield {
-            name: await stack.enter_async_context(open_endpoints(those))
-            for name, those in urls.items()
-        }
+                record.add({**about, **row, "answers": answers_of(run)})
 
 
 async def main(asked: argparse.Namespace) -> None:
     """Start all, ask them, write."""
-    record = Record(HERE, asked.quick)
+    record = Record.of(__file__, asked, realtime=asked.realtime)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model(folder)
         for load in asked.loads:
-            async with opened(folder, asked, load) as systems:
+            async with contextlib.AsyncExitStack() as stack:
+                colocated = colocated_systems(asked.colocated)
+                systems = {
+                    name: await open_ours(
+                        stack, folder, asked, one,
+                        is_split=one is not None and one.num_workers > 1 and shares_prefixes(load),
+                    )
+                    for name, one in {DISAGGREGATED: None, **colocated}.items()
+                }  # fmt: skip
                 await measure(record, load, systems, asked)
             show(load, [row for row in record.rows if row["load"] == load])
-    path = record.finish(write=asked.record)
-    if path is not None:
-        save(pictures_of(record.rows), path)
+    record.finish(pictures_of)
 
 
 def pictures_of(rows: Sequence[Row]) -> Pictures:
@@ -219,8 +198,7 @@ def pictures_of(rows: Sequence[Row]) -> Pictures:
 
 def parse() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--quick", action="store_true", help="two rates, seconds each, not written")
+    parser = arguments(__doc__, "two rates, seconds each, not written")
     parser.add_argument("--loads", nargs="+", choices=list(LOADS), default=list(LOADS))
     parser.add_argument(
         "--rates", nargs="+", type=float, default=[0.75, 1.25, 1.75, 2.5, 3.5], help="requests/s"
@@ -232,7 +210,6 @@ def parse() -> argparse.Namespace:
     add_our_systems(parser)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
-    asked.record = not asked.quick
     if asked.quick:
         asked.loads, asked.rates, asked.repetitions = asked.loads[:1], [1.0, 2.0], 1
         asked.seconds, asked.least, asked.unloaded = 4.0, 2, 4

@@ -19,7 +19,6 @@ import os
 import random
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -30,16 +29,16 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.plots import Bars, Pictures, save
-from bench.priorities import REALTIME, add_priorities
-from bench.record import Record, run, spread
-from services.local import local_mesh, plan_services, wait_for_pair
-from shared.config import DecodeConfig, GatewayConfig, PrefillConfig
+from bench.cpu import QUIET_CORES, cpu_s, machine_cpu_s
+from bench.mesh import REALTIME, a_mesh, add_priorities
+from bench.plots import Bars, Pictures
+from bench.record import Record, arguments, spread
+from shared.config import DecodeConfig, PrefillConfig
 from tests.support.service_process import free_port
 
-HERE = Path(__file__).parent
 GOAL_MS = 2.0
 """p99, while there are cores left: with pauses."""
 
@@ -50,9 +49,6 @@ PROCESSES = {
 """What figures are told of, and its name in a mesh. The first word is that of its metrics."""
 CLIENT_NICENESS = 10
 """Of this process, which in life is on another machine: the mesh's threads go first."""
-
-QUIET_CORES = 0.1
-"""A repetition in which others used more says nothing about our loops, and is tried again."""
 
 MOST_TRIES = 3
 """Times the repetitions asked for."""
@@ -174,18 +170,6 @@ def core_wait_s(pid: int) -> float:
     return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
 
 
-def cpu_s(pid: int) -> float:
-    """User and system time of a process, all threads."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def machine_cpu_s() -> float:
-    """User, nice and system time of all cores."""
-    fields = Path("/proc/stat").read_text().splitlines()[0].split()
-    return sum(map(int, fields[1:4])) / os.sysconf("SC_CLK_TCK")
-
-
 # --- the load -------------------------------------------------------------------------------------
 
 
@@ -251,52 +235,40 @@ async def measure(
     """Start the mesh, measure it idle, then under each load, and stop it; one row a load."""
     common: dict[str, Any] = {"realtime": priority == REALTIME}
     decode_port, *prefill_ports = (free_port() for _ in range(1 + num_prefill))
-    services = plan_services(
-        GatewayConfig(http_port=0, grpc_port=0, mesh_port=0, **common),
-        [PrefillConfig(metrics_port=port, threads=1, **common) for port in prefill_ports],
-        [DecodeConfig(metrics_port=decode_port, threads=1, **common)],
-    )
-    with tempfile.NamedTemporaryFile(suffix=".log") as log:
-        try:
-            async with (
-                local_mesh(services, log=Path(log.name), restart=False, drain_s=5.0) as mesh,
-                aiohttp.ClientSession(
-                    timeout=aiohttp.ClientTimeout(total=None),
-                    connector=aiohttp.TCPConnector(limit=0),
-                ) as session,
-            ):
-                await wait_for_pair(mesh.http_url, 60.0)
-                os.nice(CLIENT_NICENESS)
-                urls = {"gateway": mesh.http_url, "decode-0": f"http://127.0.0.1:{decode_port}"}
-                for number, port in enumerate(prefill_ports):
-                    urls[f"prefill-{number}"] = f"http://127.0.0.1:{port}"
-                by_name = {service.name: service.pid for service in mesh.services}
-                here = {role: name for role, name in PROCESSES.items() if name in by_name}
-                urls = {role: urls[name] for role, name in here.items()}
-                pids = {role: by_name[name] for role, name in here.items()}
-                probe = Probe(session, urls, pids)
-                load = Load(session, mesh.http_url, await served_model(session, mesh.http_url), 1)
-                before = await probe.read()
-                await asyncio.sleep(seconds)
-                idle = (before, await probe.read())
-                rows: list[dict[str, Any]] = []
-                for pause_s in asked.pauses:
-                    load.pause_s = pause_s
-                    row = {"priority": priority, "pause_s": pause_s, "num_prefill": num_prefill}
-                    row |= await measure_load(
-                        probe, load, idle, asked.streams, seconds, repetitions
-                    )
-                    show(row, asked.streams)
-                    rows.append(row)
-                return rows
-        except BaseException:
-            sys.stderr.write(Path(log.name).read_text()[-4000:])
-            raise
+    prefills = [PrefillConfig(metrics_port=port, threads=1, **common) for port in prefill_ports]
+    decode = DecodeConfig(metrics_port=decode_port, threads=1, **common)
+    async with (
+        a_mesh(prefills, [decode], **common) as mesh,
+        aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=None), connector=aiohttp.TCPConnector(limit=0)
+        ) as session,
+    ):
+        os.nice(CLIENT_NICENESS)
+        urls = {"gateway": mesh.http_url, "decode-0": f"http://127.0.0.1:{decode_port}"}
+        for number, port in enumerate(prefill_ports):
+            urls[f"prefill-{number}"] = f"http://127.0.0.1:{port}"
+        by_name = {service.name: service.pid for service in mesh.services}
+        here = {role: name for role, name in PROCESSES.items() if name in by_name}
+        urls = {role: urls[name] for role, name in here.items()}
+        pids = {role: by_name[name] for role, name in here.items()}
+        probe = Probe(session, urls, pids)
+        load = Load(session, mesh.http_url, await served_model(session, mesh.http_url), 1)
+        before = await probe.read()
+        await asyncio.sleep(seconds)
+        idle = (before, await probe.read())
+        rows: list[dict[str, Any]] = []
+        for pause_s in asked.pauses:
+            load.pause_s = pause_s
+            row = {"priority": priority, "pause_s": pause_s, "num_prefill": num_prefill}
+            row |= await measure_load(probe, load, idle, asked.streams, seconds, repetitions)
+            show(row, asked.streams)
+            rows.append(row)
+        return rows
 
 
 def rows_of(*job: Any) -> list[dict[str, Any]]:
     """Measure one mesh."""
-    return run(measure(*job))
+    return uvloop.run(measure(*job))
 
 
 async def served_model(session: aiohttp.ClientSession, base_url: str) -> str:
@@ -418,8 +390,7 @@ def pictures_of(rows: Sequence[dict[str, Any]]) -> Pictures:
 
 def main() -> None:
     """Measure, print, and write the results."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--quick", action="store_true", help="one short repetition, not recorded")
+    parser = arguments(__doc__, "one short repetition, not recorded")
     parser.add_argument("--streams", type=int, default=12, help="answers at once")
     parser.add_argument(
         "--pauses", nargs="+", type=float, default=[1.0, 0.0], metavar="S",
@@ -437,7 +408,7 @@ def main() -> None:
     if chosen.quick:
         seconds, repetitions = min(seconds, 5.0), 1
     settings = {"streams": chosen.streams, "seconds": seconds, "max_tokens": MAX_TOKENS}
-    record = Record(HERE, is_quick=chosen.quick, environment=settings)
+    record = Record.of(__file__, chosen, **settings)
     for priority in chosen.priorities:
         for num_prefill in chosen.prefills:
             # In a process of its own: a mesh would inherit the niceness of the client before it.
@@ -450,8 +421,7 @@ def main() -> None:
                 p99 = figures_of["p99_ms_of_repetitions"]
                 what = f"{case_of(row)}, {role}, torch computing, cores left: p99 in ms"
                 record.goal(8, what, p99, "<=", GOAL_MS)
-    if (path := record.finish()) is not None:
-        save(pictures_of(record.rows), path)
+    record.finish(pictures_of)
 
 
 if __name__ == "__main__":

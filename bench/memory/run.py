@@ -19,12 +19,11 @@ from typing import Any, Final
 
 import aiohttp
 
-from bench.record import Record
+from bench.record import Record, arguments
 from tests.support.any_request import a_request
 from tests.support.process_mesh import ProcessMesh, process_mesh
 from tests.support.service_process import ServiceProcess
 
-HERE: Final = Path(__file__).parent
 CLIENTS: Final = 12
 SAMPLES: Final = 20
 QUARTER: Final = SAMPLES // 4
@@ -113,7 +112,7 @@ async def measure(record: Record, asked: argparse.Namespace) -> None:
     case = "workers killed every 5 s" if asked.kills else "undisturbed"
     for name, rows in seen.items():
         row: dict[str, Any] = {"process": name, "case": case, "requests": asked.requests}
-        record.rows.append({**row, "statuses": statuses, "samples": rows})
+        record.add({**row, "statuses": statuses, "samples": rows})
         for what, words in (("mib", "memory"), ("open_files", "open files")):
             values = [it[what] for it in rows]
             grown = max(values[-QUARTER:]) / max(values[QUARTER : 2 * QUARTER])
@@ -123,19 +122,17 @@ async def measure(record: Record, asked: argparse.Namespace) -> None:
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--quick", action="store_true", help="400 requests, prints only")
+    parser = arguments(__doc__, "400 requests, prints only")
     parser.add_argument("--requests", type=int, default=12_000)
     parser.add_argument(
         "--kills", action="store_true", help="two pairs, one of which dies and dies"
     )
-    parser.add_argument("--record", action="store_true", help="write results of a quick run too")
     asked = parser.parse_args()
     if asked.quick:
         asked.requests = min(asked.requests, 400)
-    record = Record(HERE, asked.quick)
+    record = Record.of(__file__, asked)
     asyncio.run(measure(record, asked))
-    record.finish(write=True if asked.record else None)
+    record.finish()
 
 
 if __name__ == "__main__":

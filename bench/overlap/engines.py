@@ -16,43 +16,29 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
-from bench.disaggregation.run import VOCAB, make_model
-from bench.gpu.apart import ask
-from bench.overlap.run import pictures_of
-from bench.plots import save
-from bench.record import Record, ratios, run, spread
-from services.cli.bench.prompts import one_prompt
-from services.local import local_mesh, plan_services, wait_for_pair
-from shared.address import parse_address
-from shared.config import DecodeConfig, GatewayConfig, PrefillConfig
-from shared.rpc.tcp import TcpNetwork
+import uvloop
 
-HERE = Path(__file__).parent
+from bench.disaggregation.run import VOCAB, make_model
+from bench.mesh import a_mesh, ask, channel_to
+from bench.overlap.run import pictures_of
+from bench.record import Record, arguments, ratios, span, spread
+from services.cli.bench.prompts import one_prompt
+from shared.config import DecodeConfig, PrefillConfig
+
 MODES = ("auto", "serialized")
 LENGTHS = (256, 1024, 4096)
 NUM_TOKENS = 8
 """Of each answer: enough that the transfer has ended."""
 
-READY_WITHIN_S = 300.0
-
 
 @contextlib.asynccontextmanager
-async def a_mesh(folder: Path, engine: str, mode: str) -> AsyncGenerator[Any]:
+async def opened(folder: Path, engine: str, mode: str) -> AsyncGenerator[Any]:
     """Open one mesh and a channel to it; one thread for each worker."""
     common: dict[str, Any] = {"model": str(folder), "log_level": "warning"}
     worker = {**common, "device": "cpu", "engine": engine, "threads": 1, "kv_gib": 0.5}
-    services = plan_services(
-        GatewayConfig(**common, http_port=0, grpc_port=0, mesh_port=0),
-        [PrefillConfig(**worker, transfer_mode=mode)],
-        [DecodeConfig(**worker)],
-    )
-    with tempfile.TemporaryDirectory() as logs:
-        log = Path(logs) / "log"
-        async with local_mesh(services, log=log, restart=False) as mesh:
-            await wait_for_pair(mesh.http_url, READY_WITHIN_S)
-            address = parse_address(mesh.grpc_target, param="mesh", default_port=0)
-            async with TcpNetwork().channel(address) as channel:
-                yield channel
+    prefill, decode = PrefillConfig(**worker, transfer_mode=mode), DecodeConfig(**worker)
+    async with a_mesh([prefill], [decode], **common) as mesh, channel_to(mesh) as channel:
+        yield channel
 
 
 async def measure(engine: str, folder: Path, asked: argparse.Namespace) -> list[dict[str, Any]]:
@@ -60,7 +46,7 @@ async def measure(engine: str, folder: Path, asked: argparse.Namespace) -> list[
     rows: list[dict[str, Any]] = []
     async with contextlib.AsyncExitStack() as stack:
         meshes = {
-            mode: await stack.enter_async_context(a_mesh(folder, engine, mode)) for mode in MODES
+            mode: await stack.enter_async_context(opened(folder, engine, mode)) for mode in MODES
         }
         for length in asked.lengths:
             found: dict[str, list[Any]] = {mode: [] for mode in MODES}
@@ -98,32 +84,28 @@ def summary(found: dict[str, list[Any]]) -> dict[str, Any]:
 def line(row: dict[str, Any]) -> str:
     """One row for a reader."""
     auto, serialized = (row["exposed_ms"][mode] for mode in MODES)
-    share = row["exposed_over_serialized"]
     return (
         f"{row['engine']:5} {row['tokens']:5} tokens, {row['mib']:.1f} MiB: prefill "
-        f"{row['prefill_ms']['median']:.1f} ms, exposed {auto['median']:.2f} "
-        f"[{auto['min']:.2f} .. {auto['max']:.2f}] ms, serialized {serialized['median']:.2f}: "
-        f"{share['median']:.3f} [{share['min']:.3f} .. {share['max']:.3f}]"
+        f"{row['prefill_ms']['median']:.1f} ms, exposed {span(auto, '.2f')} ms, serialized "
+        f"{serialized['median']:.2f}: {span(row['exposed_over_serialized'], '.3f')}"
     )
 
 
 def main() -> None:
     """Measure, print, and write the results."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--quick", action="store_true", help="few prompts, not recorded")
+    parser = arguments(__doc__, "few prompts, not recorded")
     parser.add_argument("--engines", nargs="+", choices=("torch", "vllm"), default=["torch"])
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, help="of prompts")
     parser.add_argument("--repetitions", type=int, default=15)
     asked = parser.parse_args()
     if asked.quick:
         asked.repetitions = 3
-    record = Record(HERE, asked.quick)
+    record = Record.of(__file__, asked)
     with tempfile.TemporaryDirectory() as name:
         make_model(Path(name))
         for engine in asked.engines:
-            record.rows += run(measure(engine, Path(name), asked))
-    if (path := record.finish()) is not None:
-        save(pictures_of(record.rows), path)
+            record.rows += uvloop.run(measure(engine, Path(name), asked))
+    record.finish(pictures_of)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from bench.engine import model
-from bench.record import spread
+from bench.record import span, spread
 from shared.engine.torch_engine import TorchEngine
 from shared.step import StepRow
 
@@ -48,12 +48,8 @@ def main() -> None:
         engine = TorchEngine.load(Path(name))
         for num_tokens in LENGTHS:
             shares = [share_of(engine, num_tokens) for _ in range(asked.repetitions + 1)]
-            found = spread(shares[1:])  # the first one warms up
-            print(
-                f"{num_tokens:5} tokens: KV written at {found['median']:.2f} "
-                f"[{found['min']:.2f} .. {found['max']:.2f}] of a layer",
-                flush=True,
-            )
+            found = span(spread(shares[1:]), ".2f")  # the first one warms up
+            print(f"{num_tokens:5} tokens: KV written at {found} of a layer", flush=True)
 
 
 if __name__ == "__main__":

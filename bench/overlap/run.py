@@ -24,16 +24,16 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import structlog
+import uvloop
 
 from bench.overlap.engine import ModelledEngine
-from bench.plots import Bars, Panel, Pictures, save
-from bench.record import Record, ratios, run, spread
-from bench.transfer.pairs import ucx_root, without_ucx
-from bench.transfer.run import LANES, congestion_control
+from bench.plots import Bars, Panel, Pictures
+from bench.record import Record, arguments, ratios, span, spread
+from bench.transfer.pairs import without_ucx
+from bench.transfer.run import LANES, about_ucx
 from shared.address import Address
 from shared.engine.worker import ThreadCompute
 from shared.errors import MeshError
@@ -286,8 +286,7 @@ def show(row: dict[str, Any]) -> None:
         exposed, total = row[mode]["exposed_ms"], row[mode]["total_ms"]
         slower = row[mode]["compute_ms"]["median"] / alone - 1
         print(
-            f"  {mode:10}  exposed {exposed['median']:7.2f} ms "
-            f"[{exposed['min']:.2f} .. {exposed['max']:.2f}]   total {total['median']:7.1f} ms   "
+            f"  {mode:10}  exposed {span(exposed, '.2f')} ms   total {total['median']:7.1f} ms   "
             f"compute {slower:+.1%}   ({', '.join(row[mode]['modes'])})",
             flush=True,
         )
@@ -295,8 +294,7 @@ def show(row: dict[str, Any]) -> None:
 
 def main() -> None:
     """Measure, print, and write the results."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--quick", action="store_true", help="2 repetitions, not recorded")
+    parser = arguments(__doc__, "2 repetitions, not recorded")
     parser.add_argument("--lanes", nargs="+", choices=list(LANES), default=list(LANES))
     parser.add_argument(
         "--layer-mib", nargs="+", type=int, help="KV of a layer, MiB (1 4 16; quick: 1 16)"
@@ -324,29 +322,20 @@ def main() -> None:
     sizes = chosen.layer_mib or ((1, 16) if chosen.quick else LAYER_MIB)
     shares = chosen.kv_share or ([KV_SHARE] if chosen.quick else [KV_SHARE, 1.0])
     if chosen.decode:
-        run(serve_decode(chosen.decode))
+        uvloop.run(serve_decode(chosen.decode))
     elif chosen.prefill:
         layer_s = chosen.layer_ms / 1e3
-        print(json.dumps(run(measure(chosen.prefill, layer_s, chosen.share, repetitions))))
+        print(json.dumps(uvloop.run(measure(chosen.prefill, layer_s, chosen.share, repetitions))))
     else:
-        record = Record(
-            Path(__file__).parent,
-            chosen.quick,
-            {
-                "ucx": (ucx_root() / "VERSION.txt").read_text().strip(),
-                "tcp_congestion_control": congestion_control(),
-                "layers": NUM_LAYERS,
-                "layer_ms": chosen.layer_ms,
-            },
-        )
+        about = {"layers": NUM_LAYERS, "layer_ms": chosen.layer_ms}
+        record = Record.of(__file__, chosen, **about_ucx(), **about)
         for lane, layer_mib, share in itertools.product(chosen.lanes, sizes, shares):
             row = measure_apart(lane, layer_mib, share)
-            record.rows.append(row)
+            record.add(row)
             show(row)
             if share == shares[0]:
                 note_goals(record, row)
-        if (path := record.finish()) is not None:
-            save(pictures_of(record.rows), path)
+        record.finish(pictures_of)
 
 
 def pictures_of(rows: Sequence[dict[str, Any]]) -> Pictures:

@@ -19,15 +19,14 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import structlog
 
-from bench.plots import Panel, Pictures, Spread, save
-from bench.record import Record, spread
+from bench.disaggregation.run import LOADS
+from bench.plots import Panel, Pictures, Spread
+from bench.record import Record, arguments, spread
 from services.cli.bench.prompts import Prompts
-from services.cli.bench.sources import Lengths, Sessions, Shape, Source
 from services.cli.bench.workload import Load, Workload, plan
 from services.gateway.core.routing.pools import Pool, pool_of
 from shared.engine.base import OnLayer
@@ -37,7 +36,6 @@ from shared.telemetry.definitions import RequestOutcome, Slo, attainment, percen
 from tests.support.virtual_loop import run_virtual
 from tests.support.whole_mesh import WholeMesh, whole_mesh
 
-HERE = Path(__file__).parent
 NUM_WORKERS = 4
 MOVING = "moving pools"
 
@@ -77,11 +75,6 @@ SLO = Slo(ttft_s=1.0, tpot_s=0.06)
 LOOK_EVERY_S = 0.25
 BIN_S = 2.5
 
-LOADS: dict[str, Source] = {
-    # Azure's conversations of 2023 and Mooncake's (services/cli/bench/sources.py), cut.
-    "azure-conv": Shape("azure-conv", Lengths(1020, 2734, 4096), Lengths(129, 424, 800)),
-    "mooncake": Sessions("mooncake", Lengths(2800, 5200, 5600), Lengths(350, 597, 800), 0.25),
-}
 RATES = {"azure-conv": (12.0, 16.0, 20.0), "mooncake": (3.0, 4.5, 6.0)}
 STEP_RATE = {"azure-conv": 6.0, "mooncake": 2.0}
 FACTOR = 3
@@ -416,8 +409,7 @@ def jobs_of(asked: argparse.Namespace) -> list[Job]:
 
 def main() -> None:
     """Run all jobs, as many at once as asked for, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--quick", action="store_true", help="one load, short, prints only")
+    parser = arguments(__doc__, "one load, short, prints only")
     parser.add_argument("--parts", nargs="+", choices=("step", "rates"), default=("step", "rates"))
     parser.add_argument("--loads", nargs="+", choices=list(LOADS), default=list(LOADS))
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
@@ -427,13 +419,11 @@ def main() -> None:
     parser.add_argument("--step-rate", type=float, help="requests/s before and after the step")
     parser.add_argument("--step-seconds", type=float, default=10.0, help="of each third")
     parser.add_argument("--at-once", type=int, default=2, help="runs, each in a process of its own")
-    parser.add_argument("--record", action="store_true", help="write results of a quick run too")
     asked = parser.parse_args()
     if asked.quick:
         asked.loads, asked.rates = asked.loads[:1], asked.rates or [9.0]
         asked.seconds, asked.step_seconds = 5.0, 4.0
-    record = Record(HERE, asked.quick)
-    record.environment |= {
+    about = {
         "modelled": True,
         "base_s": TIMING.base_s,
         "token_s": TIMING.prefill_token_s,
@@ -441,18 +431,15 @@ def main() -> None:
         "tbt_target_s": TBT_TARGET_S,
         "slo": [SLO.ttft_s, SLO.tpot_s],
     }
+    record = Record.of(__file__, asked, **about)
     with ProcessPoolExecutor(asked.at_once) as processes:
         for row in processes.map(run_job, jobs_of(asked)):
-            record.rows.append(row)
+            record.add(row)
             report(row)
-            if asked.record or not asked.quick:
-                record.save()
     for load in asked.loads:
         if MOVING in asked.systems and len(asked.systems) > 1:
             set_goals(record, load)
-    path = record.finish(write=True if asked.record else None)
-    if path is not None:
-        save(pictures_of(record.rows), path)
+    record.finish(pictures_of)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ alone. No network, CPU time of one process. What the numbers mean: README.md bes
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import functools
@@ -23,14 +22,14 @@ from array import array
 from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import replace
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import structlog
+import uvloop
 from numpy.typing import NDArray
 
-from bench.record import Record, ratios, run, spread
+from bench.record import Record, arguments, ratios, spread
 from services.gateway.core.index.prefix_index import PrefixIndex
 from services.gateway.core.index.prefixes import HashedPrompt
 from services.gateway.core.routing.peer_table import PeerTable
@@ -52,7 +51,6 @@ from shared.predict.step_time import StepFit
 from shared.runtime.service import GC_THRESHOLD
 from shared.worker_status import REPORT_S
 
-HERE = Path(__file__).parent
 SIZES = (1, 4, 16, 64, 500)
 LONG_PROMPT = 12_000
 LONG_SIZES = (4, 32, 500)
@@ -102,23 +100,29 @@ def announcement(role: wire.Role, incarnation: int) -> wire.WorkerAnnounce:
 # --- a decision -----------------------------------------------------------------------------------
 
 
-def a_table(num_side: int, *, is_busy: bool) -> PeerTable:
-    """So many workers of each role, all paired. busy: no two alike; else all idle."""
-    table = PeerTable()
+def joined(table: PeerTable, num_side: int) -> Iterator[tuple[Worker, frozenset[Incarnation]]]:
+    """Have so many workers of each role join, prefill first; yields each with those that it is
+    paired with, which are all of decode."""
+    prefills = [Incarnation(1 + idx) for idx in range(num_side)]
     decodes = [Incarnation(10_000 + idx) for idx in range(num_side)]
-    source = random.Random(num_side)
-    paired = frozenset(decodes)
-    for idx in range(2 * num_side):
-        is_prefill = idx < num_side
+    for incarnation in (*prefills, *decodes):
+        is_prefill = incarnation < 10_000
         role = wire.Role.PREFILL if is_prefill else wire.Role.DECODE
-        incarnation = idx + 1 if is_prefill else decodes[idx - num_side]
         worker = read_announcement(announcement(role, incarnation), "here")
         worker.is_connected = True
         table.join(worker)
+        yield worker, frozenset(decodes if is_prefill else ())
+
+
+def a_table(num_side: int, *, is_busy: bool) -> PeerTable:
+    """So many workers of each role, all paired. busy: no two alike; else all idle."""
+    table = PeerTable()
+    source = random.Random(num_side)
+    for worker, paired in joined(table, num_side):
         status = WorkerStatus(
             pending_tokens=source.randrange(20_000) if is_busy else 0,
             reserved_blocks=source.randrange(4096) if is_busy else 0,
-            paired=paired if is_prefill else frozenset(),
+            paired=paired,
         )
         table.report(worker, status)
     return table
@@ -263,17 +267,10 @@ def a_router(policy: str, num_side: int) -> Router:
     """One gateway's decisions; its workers report step times, speeds and prefixes."""
     table = PeerTable()
     router = Router(POLICIES[policy](), table, index_bytes=1 << 26)
-    decodes = [Incarnation(10_000 + idx) for idx in range(num_side)]
     source = random.Random(num_side)
     workers: list[Worker] = []
-    for idx in range(2 * num_side):
-        is_prefill = idx < num_side
-        role = wire.Role.PREFILL if is_prefill else wire.Role.DECODE
-        incarnation = idx + 1 if is_prefill else decodes[idx - num_side]
-        worker = read_announcement(announcement(role, incarnation), "here")
-        worker.is_connected = True
-        table.join(worker)
-        others = decodes if is_prefill else [Incarnation(it + 1) for it in range(num_side)]
+    for worker, paired in joined(table, num_side):
+        others = paired or [Incarnation(1 + idx) for idx in range(num_side)]
         fit = StepFit(
             0.02 * source.uniform(0.9, 1.1), 1e-4 * source.uniform(0.9, 1.1), 1e-9, 100, 0.05, 0.1
         )
@@ -284,7 +281,7 @@ def a_router(policy: str, num_side: int) -> Router:
             prompt_steps=fit,
             answer_steps=fit,
             step_tokens=2048,
-            paired=frozenset(decodes) if is_prefill else frozenset(),
+            paired=paired,
             speeds=dict.fromkeys(others, 1e10),
         )
         table.report(worker, status, 0.0)
@@ -505,13 +502,11 @@ async def _settled(members: Membership, reporters: list[Reporter]) -> None:
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--quick", action="store_true", help="short, prints only")
+    parser = arguments(__doc__, "short, prints only")
     parser.add_argument(
         "--sizes", type=int, nargs="*", default=SIZES, help="workers a side of short prompts"
     )
     parser.add_argument("--repetitions", type=int, default=7)
-    parser.add_argument("--record", action="store_true", help="write results of a quick run too")
     asked = parser.parse_args()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLD)
@@ -519,13 +514,13 @@ def main() -> None:
     seconds = 0.02 if asked.quick else 0.1
     if asked.quick:
         asked.repetitions = 3
-    record = Record(HERE, asked.quick)
+    record = Record.of(__file__, asked)
     for num_side in asked.sizes:
         for is_busy in (False, True):
             for row in measure_decisions(
                 num_side, is_busy=is_busy, repetitions=asked.repetitions, seconds=seconds
             ):
-                record.rows.append(row)
+                record.add(row)
                 print(
                     f"{num_side:4} + {num_side:<4} {row['load']}  {row['policy']:14}"
                     f"{row['us']['median']:8.1f} us CPU, {row['times_limit']['median']:5.1f} x "
@@ -537,7 +532,7 @@ def main() -> None:
                     record.goal(13, what, row["us"], "<=", GOALS_US[num_side])
     for num_side in LONG_SIZES:
         for row in measure_prompts(num_side, repetitions=asked.repetitions, seconds=seconds):
-            record.rows.append(row)
+            record.add(row)
             print(
                 f"{num_side:4} + {num_side:<4} {LONG_PROMPT} tokens  {row['policy']:10}"
                 f"{row['us']['median']:8.1f} us CPU, "
@@ -549,7 +544,7 @@ def main() -> None:
                 what = f"{row['policy']}, {2 * num_side} workers, {LONG_PROMPT} tokens: CPU us"
                 record.goal(13, what, row["us"], "<=", LONG_GOALS_US[num_side])
     row = measure_index(1 << (18 if asked.quick else 22), asked.repetitions, seconds)
-    record.rows.append(row)
+    record.add(row)
     print(
         f"index of {row['num_keys']:,} keys: {row['bytes_a_key']:.1f} bytes a key, "
         f"{row['bytes_a_hot_key']:.0f} of one whose holders no other has; CPU: "
@@ -564,8 +559,8 @@ def main() -> None:
     what = "index: GB for 1,000 workers with 10^6 blocks each, from its bytes a key"
     record.goal(13, what, row["gb_of_1000_workers"], "<=", 2.0)
     rounds = 20 if asked.quick else 200
-    row = run(measure_reports(NUM_IDLE, asked.repetitions, rounds))
-    record.rows.append(row)
+    row = uvloop.run(measure_reports(NUM_IDLE, asked.repetitions, rounds))
+    record.add(row)
     print(
         f"{row['reports_per_s']:.0f} reports/s of {NUM_IDLE} + {NUM_IDLE} idle workers: "
         f"{row['share_of_core']['median']:.2%} of a core (CPU), "
@@ -578,7 +573,7 @@ def main() -> None:
         "<=",
         0.02,
     )
-    record.finish(write=True if asked.record else None)
+    record.finish()
 
 
 if __name__ == "__main__":

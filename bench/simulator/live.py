@@ -9,7 +9,6 @@ README.md beside this file.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import tempfile
@@ -17,11 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.disaggregation.run import make_model
-from bench.record import Record
+from bench.record import Record, arguments
 from services.planner.core.mesh_text import read_mesh
 from tests.support.command import pdmesh
 
-HERE = Path(__file__).parent
 STEP_S = 0.1
 """Of the real-time fake engine: long beside what HTTP and loops take."""
 
@@ -111,30 +109,27 @@ def note_goals(record: Record) -> None:
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--quick", action="store_true", help="one short run, prints only")
+    parser = arguments(__doc__, "one short run, prints only")
     parser.add_argument("--engines", nargs="+", choices=tuple(ENGINES))
     parser.add_argument("--meshes", nargs="+")
     parser.add_argument("--loads", nargs="+", type=float)
     parser.add_argument("--requests", type=int)
-    parser.add_argument("--record", action="store_true", help="write results of a quick run too")
     parser.set_defaults(engines=list(ENGINES), meshes=MESHES, loads=LOADS, requests=60)
     asked = parser.parse_args()
     if asked.quick:
         parser.set_defaults(engines=["fake"], meshes=["1P+1D"], loads=[0.4], requests=20)
         asked = parser.parse_args()
-    record = Record(HERE, asked.quick)
+    record = Record.of(__file__, asked)
     with tempfile.TemporaryDirectory() as folder:
         if "87m" in asked.engines:
             make_model(Path(folder))
         for engine in asked.engines:
             for mesh in asked.meshes:
                 measured = measure(engine, mesh, asked.loads, asked.requests, Path(folder))
-                record.rows += asyncio.run(measured)
-                if not asked.quick:
-                    record.save()
+                for row in asyncio.run(measured):
+                    record.add(row)
     note_goals(record)
-    record.finish(write=True if asked.record else None)
+    record.finish()
 
 
 if __name__ == "__main__":

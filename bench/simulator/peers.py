@@ -9,20 +9,19 @@ of arrivals and lengths. What the numbers mean: README.md beside this file.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from bench.record import Record, ratios, spread
-from bench.simulator.run import MESH, RATE
+from bench.record import Record, arguments, ratios, spread
+from bench.simulator.run import MESH, RATE, Setting, simulated
 from services.cli.plan.sim_flags import SimFlags
 from services.planner.core.mesh_text import read_mesh
 
@@ -50,20 +49,12 @@ PEERS = {
 }
 
 
-class Ours(NamedTuple):
-    """One way in which ours simulates."""
-
-    mesh: str
-    fidelity: Literal["runs", "exact"]
-    block_size: int
-
-
 OURS = (
-    Ours(MESH, "runs", 16),
-    Ours(MESH, "exact", 16),
-    Ours(MESH, "runs", 256),
-    Ours("64M", "runs", 16),
-    Ours("64M", "exact", 16),
+    (MESH, Setting("least_loaded", "runs", 16)),
+    (MESH, Setting("least_loaded", "exact", 16)),
+    (MESH, Setting("least_loaded", "runs", 256)),
+    ("64M", Setting("least_loaded", "runs", 16)),
+    ("64M", Setting("least_loaded", "exact", 16)),
 )
 
 
@@ -91,19 +82,9 @@ def load_of(num_requests: int) -> dict[str, Any]:
     }
 
 
-def ask_ours(ours: Ours, num_requests: int) -> Told:
-    """Run ours; all that ``pdmesh plan simulate`` does is counted, prompts' tokens included."""
-    mesh, fidelity, block_size = ours
-    flags = SimFlags(
-        rate=RATE,
-        num_requests=num_requests,
-        policy="least_loaded",
-        fidelity=fidelity,
-        block_size=block_size,
-    )
-    began_s = time.process_time()
-    run = flags.run(read_mesh(mesh))
-    cpu_s = time.process_time() - began_s
+def ask_ours(mesh: str, setting: Setting, num_requests: int) -> Told:
+    """Run ours."""
+    cpu_s, run = simulated(setting, mesh, num_requests)
     felt = [(it.ttft_s or 0.0, it.e2e_s or 0.0) for it in run.answers if it.is_complete]
     return Told(cpu_s, run.num_events, felt)
 
@@ -168,8 +149,7 @@ def told_of(row: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measure in turns, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--quick", action="store_true", help="short, prints only")
+    parser = arguments(__doc__, "short, prints only")
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--repetitions", type=int, default=3)
     for name, peer in PEERS.items():
@@ -180,10 +160,10 @@ def main() -> None:
         asked.requests, asked.repetitions = 100, 1
     load, num = load_of(asked.requests), int(asked.requests)
     runs: dict[str, tuple[str, Callable[[], Told]]] = {
-        "pdmesh {} {} {}".format(*ours): ("", lambda ours=ours: ask_ours(ours, num))
-        for ours in OURS
+        f"pdmesh {mesh} {it.fidelity} {it.block_size}": ("", partial(ask_ours, mesh, it, num))
+        for mesh, it in OURS
     }
-    record = Record(HERE, asked.quick)
+    record = Record.of(__file__, asked)
     try:
         for name, peer in PEERS.items():
             if (given := getattr(asked, name)) is not None:
@@ -191,10 +171,7 @@ def main() -> None:
                 at = ["git", "-C", str(clone), "rev-parse", "--short", "HEAD"]
                 commit = subprocess.run(at, capture_output=True, text=True, check=False)
                 record.environment[f"{name}_commit"] = commit.stdout.strip() or "none"
-                run = lambda name=name, clone=clone, python=python: ask_peer(  # noqa: E731
-                    name, clone, python, load
-                )
-                runs[name] = (peer.does, run)
+                runs[name] = (peer.does, partial(ask_peer, name, clone, python, load))
         tolds: dict[str, list[Told]] = {name: [] for name in runs}
         for _ in range(asked.repetitions):
             for name, (_, run) in runs.items():  # in turns: what disturbs one disturbs all
@@ -203,7 +180,7 @@ def main() -> None:
         parser.error(str(error))
     first = [told.cpu_s / num * 1e6 for told in next(iter(tolds.values()))]
     for name, (does, _) in runs.items():
-        record.rows.append(row_of(name, does, tolds[name], first, num))
+        record.add(row_of(name, does, tolds[name], first, num))
         print(told_of(record.rows[-1]), flush=True)
     record.finish()
 

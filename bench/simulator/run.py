@@ -8,17 +8,15 @@ beside this file.
 
 from __future__ import annotations
 
-import argparse
 import resource
 import time
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from bench.record import Record, ratios, spread
+from bench.record import Record, arguments, ratios, spread
 from services.cli.plan.sim_flags import SimFlags
 from services.planner.core.mesh_text import read_mesh
+from services.planner.mesh_run import MeshRun
 
-HERE = Path(__file__).parent
 MESH = "24P+40D"
 RATE = 120.0
 GOAL_US = 75.0
@@ -45,42 +43,35 @@ SETTINGS = (
 )
 
 
-def cpu_us(setting: Setting, num_requests: int) -> tuple[float, float]:
-    """Return CPU of one request in microseconds, its prompt's tokens included, and events of one
-    request."""
-    flags = SimFlags(
-        rate=RATE,
-        num_requests=num_requests,
-        policy=setting.policy,
-        fidelity=setting.fidelity,
-        block_size=setting.block_size,
-    )
+def simulated(setting: Setting, mesh: str, num_requests: int) -> tuple[float, MeshRun]:
+    """Simulate a mesh; CPU seconds of all that ``pdmesh plan simulate`` does, prompts' tokens
+    included, and the run."""
+    flags = SimFlags(rate=RATE, num_requests=num_requests, **setting._asdict())
     began_s = time.process_time()
-    run = flags.run(read_mesh(MESH))
-    return (time.process_time() - began_s) / num_requests * 1e6, run.num_events / num_requests
+    run = flags.run(read_mesh(mesh))
+    return time.process_time() - began_s, run
 
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--quick", action="store_true", help="short, prints only")
+    parser = arguments(__doc__, "short, prints only")
     parser.add_argument("--million", action="store_true", help="once, and its memory; an hour")
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--record", action="store_true", help="write results of a quick run too")
     asked = parser.parse_args()
     if asked.quick:
         asked.requests, asked.repetitions = min(asked.requests, 100), 1
     settings = SETTINGS
     if asked.million:
         asked.requests, asked.repetitions, settings = MILLION, 1, SETTINGS[2:3]
-    record = Record(HERE, asked.quick)
+    record = Record.of(__file__, asked)
     taken: dict[Setting, list[float]] = {setting: [] for setting in settings}
     events: dict[Setting, float] = {}
     for _ in range(asked.repetitions):
         for setting in settings:  # in turns: what disturbs one disturbs all
-            us, events[setting] = cpu_us(setting, asked.requests)
-            taken[setting].append(us)
+            cpu_s, run = simulated(setting, MESH, asked.requests)
+            taken[setting].append(cpu_s / asked.requests * 1e6)
+            events[setting] = run.num_events / asked.requests
     for setting, values in taken.items():
         row: dict[str, Any] = {
             **setting._asdict(),
@@ -92,7 +83,7 @@ def main() -> None:
             "times_first": ratios(values, taken[settings[0]]),
             "most_kib_so_far": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         }
-        record.rows.append(row)
+        record.add(row)
         print(
             f"{setting.policy:13} {setting.fidelity:6} blocks of {setting.block_size:<4}"
             f"{row['us']['median']:8.0f} us CPU a request, {events[setting]:.0f} events, "
@@ -105,7 +96,7 @@ def main() -> None:
             if asked.million:
                 mib = row["most_kib_so_far"] / 1024
                 record.goal(18, f"{of}{setting.policy}, {MESH}: memory, MiB", mib, "<=", GOAL_MIB)
-    record.finish(write=True if asked.record else None)
+    record.finish()
 
 
 if __name__ == "__main__":

@@ -9,18 +9,16 @@ numbers mean: README.md beside this file.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from bench.record import Record
+from bench.record import Record, arguments
 from services.cli.plan.sim_flags import SimFlags
 from services.cli.plan.times_flags import TimesFlags, TimesName
 from services.planner.core.mesh_text import read_mesh
 from shared.telemetry.definitions import RequestOutcome, Slo, attainment, percentile
 
-HERE = Path(__file__).parent
 NUM: Final = 4
 TARGET: Final = 0.9
 LIMITS: Final = (1.15, 1.3, 1.5, 2.0, 3.0, 5.0)
@@ -145,24 +143,21 @@ def rows_of(shape: str, workload: str, requests: int, data: Path) -> list[dict[s
 
 def main() -> None:
     """Simulate, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = arguments(__doc__, "one shape, few requests, prints only")
     parser.add_argument(
         "--data", type=Path, required=True, help="DistServe's and Splitwise's files"
     )
-    parser.add_argument("--quick", action="store_true", help="one shape, few requests, prints only")
     parser.add_argument("--requests", type=int, default=600)
     parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=tuple(SHAPES))
     asked = parser.parse_args()
     workloads = WORKLOADS
     if asked.quick:
         asked.shapes, asked.requests, workloads = ["h100"], 60, WORKLOADS[:1]
-    record = Record(HERE, asked.quick)
-    record.environment["modelled"] = True
+    record = Record.of(__file__, asked, modelled=True)
     for shape in asked.shapes:
         for workload in workloads:
-            record.rows += rows_of(shape, workload, asked.requests, asked.data)
-            if not asked.quick:
-                record.save()
+            for row in rows_of(shape, workload, asked.requests, asked.data):
+                record.add(row)
     record.finish()
 
 

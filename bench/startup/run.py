@@ -19,14 +19,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
-from bench.record import PROJECT, Record, ratios, spread
+from bench.engine.model import write_llama
+from bench.record import PROJECT, Record, arguments, ratios, span, spread
 from shared.engine.memory import huge_pages
 from shared.engine.torch_engine import TorchEngine
 from shared.runtime.parent import PARENT_FD
 
-HERE = Path(__file__).parent
 HIDDEN, MLP, HEADS, KV_HEADS = 1024, 3072, 16, 4
 ROLES = ("prefill", "decode")
 KV_GIB = "0.25"
@@ -42,13 +41,10 @@ MEMORY = ("at hand", "as found")
 
 def make_model(folder: Path, mib: int) -> None:
     """Write a random Llama in bfloat16 of about this size."""
-    import torch
-    import transformers
-
-    transformers.logging.disable_progress_bar()
     per_layer = 2 * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * HIDDEN * KV_HEADS // HEADS)
     per_layer += 2 * 3 * HIDDEN * MLP
-    config = transformers.LlamaConfig(
+    write_llama(
+        folder,
         vocab_size=1280,
         hidden_size=HIDDEN,
         intermediate_size=MLP,
@@ -56,8 +52,6 @@ def make_model(folder: Path, mib: int) -> None:
         num_attention_heads=HEADS,
         num_key_value_heads=KV_HEADS,
     )
-    model: Any = transformers.LlamaForCausalLM(config)
-    model.to(torch.bfloat16).save_pretrained(folder, max_shard_size="100GB")
 
 
 def back_memory(num_bytes: int) -> None:
@@ -156,11 +150,9 @@ def in_fresh_process(*arguments: str) -> float:
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--quick", action="store_true", help="256 MiB, once")
+    parser = arguments(__doc__, "256 MiB, once")
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--record", action="store_true", help="write results of a quick run too")
     parser.add_argument("--end", nargs=3, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.end:
@@ -169,7 +161,7 @@ def main() -> None:
         return
     if asked.quick:
         asked.mib, asked.repetitions = min(asked.mib, 256), 1
-    record = Record(HERE, asked.quick)
+    record = Record.of(__file__, asked)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model(folder, asked.mib)
@@ -184,20 +176,19 @@ def main() -> None:
         for role in ROLES:
             seconds = [seconds_to_ready(role, folder) for _ in range(asked.repetitions)]
             row = {"what": f"{role}: exec to ready", "gigabytes": gigabytes, "s": spread(seconds)}
-            record.rows.append(row)
+            record.add(row)
             print(f"{role:8} ready after {row['s']['median']:.2f} s")
         for (what, memory), values in took.items():
             rates = spread([gigabytes / one for one in values])
             row = {"what": what, "memory": memory, "gigabytes": gigabytes, "gb_per_s": rates}
-            record.rows.append(row)
-            span = f"{rates['median']:.2f} GB/s [{rates['min']:.2f} .. {rates['max']:.2f}]"
-            print(f"{what:8} memory {memory}: {span}")
+            record.add(row)
+            print(f"{what:8} memory {memory}: {span(rates, '.2f')} GB/s")
         for memory in MEMORY:
             for kernels in ("native", "torch"):
                 share = ratios(took["read", memory], took[kernels, memory])
                 goal = f"weights, {kernels} kernels, memory {memory}: share of read speed"
                 record.goal(10, goal, share, ">=", 0.7)
-    record.finish(write=True if asked.record else None)
+    record.finish()
 
 
 if __name__ == "__main__":

@@ -1,27 +1,21 @@
 """One end of a Mooncake transfer engine, run by the interpreter of its own environment.
 
-Speaks the JSON lines of ``pairs.py``. One-sided writes; the engine tells the writer that they are
-done, and the other end only looks at its bytes afterwards. Imports nothing of pdmesh.
+One-sided writes; the engine tells the writer that they are done, and the other end only looks at
+its bytes afterwards.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
-import time
-from typing import Any
 
 import numpy as np
 from mooncake.engine import TransferEngine  # pyright: ignore[reportMissingImports]
 
+from bench.transfer.end import keep_answers_apart, obey, other_address, pin
+
 WINDOW = 32
 MAX_BYTES = 64 << 20
-
-
-def say(answer: Any) -> None:
-    """Answer the parent, past the engine's own words on standard output."""
-    os.write(ANSWERS, (json.dumps(answer) + "\n").encode())
 
 
 class End:
@@ -48,24 +42,17 @@ class End:
         peer = json.loads(address)
         self._peer, self._peer_address = peer["name"], peer["address"]
 
-    def write(self, num_bytes: int) -> None:
-        """Write once and wait."""
-        done = self._engine.transfer_sync_write(
-            self._peer, self._address, self._peer_address, num_bytes
-        )
-        if done:
-            sys.exit("Mooncake failed")
-
-    def write_all(self, num_bytes: int, count: int) -> None:
-        """Write ``count`` times, in batches of a window."""
+    def write(self, num_bytes: int, count: int) -> None:
+        """Write so often, in batches of a window, and wait."""
         while count > 0:
             size = min(WINDOW, count)
-            done = self._engine.batch_transfer_sync_write(
-                self._peer,
-                [self._address] * size,
-                [self._peer_address] * size,
-                [num_bytes] * size,
-            )
+            here, there = [self._address] * size, [self._peer_address] * size
+            if size == 1:
+                done = self._engine.transfer_sync_write(self._peer, *here, *there, num_bytes)
+            else:
+                done = self._engine.batch_transfer_sync_write(
+                    self._peer, here, there, [num_bytes] * size
+                )
             if done:
                 sys.exit("Mooncake failed")
             count -= size
@@ -73,37 +60,12 @@ class End:
 
 def main() -> None:
     """Obey the parent."""
-    core = int(sys.argv[2])
-    if core >= 0:
-        os.sched_setaffinity(0, {core})
+    pin(sys.argv[2])
     end = End()
-    say(end.address())
-    end.connect(json.loads(sys.stdin.readline()))
-    say("")
-    for line in sys.stdin:
-        job = json.loads(line)
-        num_bytes, count = job["num_bytes"], job["count"]
-        if job["end"] == "receive":
-            end.buffer[:num_bytes] = 0
-            say("posted")
-            continue
-        if job["end"] == "check":
-            say(bool(end.buffer[:num_bytes].all()))
-            continue
-        times = []
-        began_at = time.perf_counter()
-        if job["is_latency"]:
-            for _ in range(count):
-                sent_at = time.perf_counter()
-                end.write(num_bytes)
-                times.append(time.perf_counter() - sent_at)
-        else:
-            end.write_all(num_bytes, count)
-        say({"seconds": time.perf_counter() - began_at, "each": times, "lane": "tcp"})
+    end.connect(other_address(end.address()))
+    obey(end.buffer, end.write, "tcp", lambda: None)
 
-
-ANSWERS = os.dup(1)
-os.dup2(2, 1)  # the engine logs to standard output
 
 if __name__ == "__main__":
+    keep_answers_apart()  # the engine logs to standard output
     main()

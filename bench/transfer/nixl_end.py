@@ -1,9 +1,9 @@
 """One end of a NIXL transfer, run by the interpreter of NIXL's own environment.
 
-Speaks the JSON lines of ``pairs.py``. One-sided writes with a notification each, out of a pool and
+One-sided writes with a notification each, out of a pool and
 into one: each of those in flight has a place of its own, as KV has, of one piece or of several that
 lie apart (a descriptor each). The receiver counts notifications and notifies back. Progress thread
-off: with it on, a message takes 16 ms here. Imports nothing of pdmesh.
+off: with it on, a message takes 16 ms here.
 """
 
 from __future__ import annotations
@@ -11,20 +11,16 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections import deque
 from typing import Any
 
 import nixl_cu12 as nixl  # pyright: ignore[reportMissingImports]
 import numpy as np
 
+from bench.transfer.end import jobs, keep_answers_apart, other_address, pin, say, send
+
 WINDOW = 32
 POOL_BYTES = 256 << 20
-
-
-def say(answer: Any) -> None:
-    """Answer the parent, past NIXL's own words on standard output."""
-    os.write(ANSWERS, (json.dumps(answer) + "\n").encode())
 
 
 class End:
@@ -100,9 +96,9 @@ def num_places(num_bytes: int) -> int:
     return min(WINDOW, POOL_BYTES // num_bytes)
 
 
-def send(end: End, num_bytes: int, count: int, window: int) -> None:
-    """Write ``count`` times, ``window`` at most at once; return when the other end has all."""
-    window = min(window, count, num_places(num_bytes))
+def write(end: End, num_bytes: int, count: int) -> None:
+    """Write so often, a window at most at once; return when the other end has all."""
+    window = min(WINDOW, count, num_places(num_bytes))
     handles = [end.prepare(num_bytes, place) for place in range(window)]
     idle, busy, started = deque(handles), [], 0
     while started < count or busy:
@@ -123,43 +119,27 @@ def send(end: End, num_bytes: int, count: int, window: int) -> None:
 
 def main() -> None:
     """Obey the parent."""
-    name, core, error_handling = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    num_pieces = int(sys.argv[4])
-    if core >= 0:
-        os.sched_setaffinity(0, {core})
-    end = End(name, error_handling, num_pieces)
-    say(end.address())
-    end.connect(json.loads(sys.stdin.readline()))
-    say("")
-    for line in sys.stdin:
-        job = json.loads(line)
+    name, core, error_handling, num_pieces = sys.argv[1:]
+    pin(core)
+    end = End(name, error_handling, int(num_pieces))
+    end.connect(other_address(end.address()))
+    for job in jobs():
         num_bytes, count = job["num_bytes"], job["count"]
-        if job["end"] == "receive":
-            end.pool[:] = 0
-            say("posted")
-            rounds = count if job["is_latency"] else 1
-            for _ in range(rounds):
-                end.wait(count // rounds)
-                end.notify()
-            end.num_notified()
-            num_written = 1 if job["is_latency"] else min(count, num_places(num_bytes))
-            if np.count_nonzero(end.pool) != num_written * num_bytes:
-                sys.exit("the bytes did not arrive")
+        if job["end"] != "receive":
+            send(job, lambda num_bytes, count: write(end, num_bytes, count), "")
             continue
-        times = []
-        began_at = time.perf_counter()
-        if job["is_latency"]:
-            for _ in range(count):
-                sent_at = time.perf_counter()
-                send(end, num_bytes, 1, 1)
-                times.append(time.perf_counter() - sent_at)
-        else:
-            send(end, num_bytes, count, WINDOW)
-        say({"seconds": time.perf_counter() - began_at, "each": times, "lane": ""})
+        end.pool[:] = 0
+        say("posted")
+        rounds = count if job["is_latency"] else 1
+        for _ in range(rounds):
+            end.wait(count // rounds)
+            end.notify()
+        end.num_notified()
+        num_written = 1 if job["is_latency"] else min(count, num_places(num_bytes))
+        if np.count_nonzero(end.pool) != num_written * num_bytes:
+            sys.exit("the bytes did not arrive")
 
-
-ANSWERS = os.dup(1)
-os.dup2(2, 1)  # NIXL and its UCX log to standard output
 
 if __name__ == "__main__":
+    keep_answers_apart()  # NIXL and its UCX log to standard output
     main()

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 import time
 from collections import deque
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
+import uvloop
 
-from bench.record import run
-from bench.transfer.end import done, say
+from bench.transfer.end import pin, say
 from bench.transfer.pairs import WINDOW
-from bench.transfer.served_end import Sink, Source
+from bench.transfer.served_end import Sink, Source, done
 from shared.transfer.frames import HEADER_BYTES
 from shared.transport.ucxx import UcxEndpoint, UcxTransport, open_ucx
 from shared.worker.process import SWITCH_INTERVAL_S
@@ -61,7 +62,8 @@ async def serve(how: str) -> None:
         if is_served:
             if num_bytes not in sources:
                 sources = {num_bytes: await Source.open(endpoint, job["posted"], num_bytes)}
-            await send_served(transport, endpoint, sources[num_bytes], job)
+            told = await timed(job, partial(sources[num_bytes].send, transport, endpoint, job))
+            say({**told, "lane": ""})
             continue
         if num_bytes not in buffers:
             buffers[num_bytes], keys[num_bytes] = new_buffer(num_bytes), ""
@@ -156,47 +158,39 @@ async def send(
         return endpoint.send(buffer, HEADER_BYTES, tag + idx)
 
     ack = np.zeros(1, np.uint8)
-    times: list[float] = []
-    began_at, cpu_began = time.perf_counter(), time.process_time()
-    if job["is_latency"]:
-        for idx in range(count):
-            sent_at = time.perf_counter()
-            answer = transport.receive(endpoint, ack, 1, tag + count + idx)
-            push(idx)
-            await done(answer)
-            times.append(time.perf_counter() - sent_at)
-    else:
-        answer = transport.receive(endpoint, ack, 1, tag + 2 * count - 1)
+
+    async def push_all(first: int, stop: int) -> None:
+        answer = transport.receive(endpoint, ack, 1, tag + count + stop - 1)
         in_flight: deque[Any] = deque()
-        for idx in range(count):
+        for idx in range(first, stop):
             if len(in_flight) == WINDOW:
                 await done(in_flight.popleft())
             in_flight.append(push(idx))
-        while in_flight:
-            await done(in_flight.popleft())
-        await done(answer)
-    took_s = time.perf_counter() - began_at
-    cores = (time.process_time() - cpu_began) / took_s
+        for operation in (answer, *in_flight):
+            await done(operation)
+
+    told = await timed(job, push_all)
     lane, _ = await endpoint.find_lane(buffer, len(buffer), sends=True)
-    say({"seconds": took_s, "each": times, "cores": cores, "lane": lane})
+    say({**told, "lane": lane})
 
 
-async def send_served(
-    transport: UcxTransport, endpoint: UcxEndpoint, source: Source, job: dict[str, Any]
-) -> None:
-    """Send a batch as the mesh does; say the same."""
+async def timed(
+    job: dict[str, Any], push_all: Callable[[int, int], Awaitable[None]]
+) -> dict[str, Any]:
+    """Send a batch, or one message after the other; return how long it took, and what of a core.
+    push_all: the messages from one to another, until the other end has answered."""
     times: list[float] = []
     began_at, cpu_began = time.perf_counter(), time.process_time()
     if job["is_latency"]:
         for idx in range(job["count"]):
             sent_at = time.perf_counter()
-            await source.send(transport, endpoint, job, idx, idx + 1)
+            await push_all(idx, idx + 1)
             times.append(time.perf_counter() - sent_at)
     else:
-        await source.send(transport, endpoint, job, 0, job["count"])
+        await push_all(0, job["count"])
     took_s = time.perf_counter() - began_at
     cores = (time.process_time() - cpu_began) / took_s
-    say({"seconds": took_s, "each": times, "cores": cores, "lane": ""})
+    return {"seconds": took_s, "each": times, "cores": cores}
 
 
 def settle(buffer: Any) -> None:
@@ -208,7 +202,6 @@ def settle(buffer: Any) -> None:
 
 
 if __name__ == "__main__":
-    if (core := int(sys.argv[2])) >= 0:
-        os.sched_setaffinity(0, {core})
+    pin(sys.argv[2])
     sys.setswitchinterval(SWITCH_INTERVAL_S)  # as workers do
-    run(serve(sys.argv[3]))
+    uvloop.run(serve(sys.argv[3]))

@@ -7,8 +7,6 @@ them; what is compared with what is ``run.py``'s.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import subprocess
 import sys
@@ -20,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.compiler import compile_c
-from bench.record import PROJECT
+from bench.ends import End
 from tests.support.service_process import free_port
 
 HERE = Path(__file__).parent
@@ -33,45 +31,6 @@ GB = 1e9
 
 Cores = tuple[int, int]
 """Core of the sender and of the receiver, -1 = wherever the kernel likes."""
-
-
-class End:
-    """The parent's handle on one process."""
-
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env=environment, text=True, cwd=PROJECT,
-        )  # fmt: skip
-
-    def tell(self, order: Any) -> None:
-        """Order something."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-
-    def answer(self) -> Any:
-        """Wait for the answer. Raises RuntimeError with its last words if the end is gone."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            assert self._process.stderr is not None
-            words = self._process.stderr.read().strip().splitlines()
-            raise RuntimeError(f"{self._process.args} ended: {' | '.join(words[-3:])}")
-        return json.loads(line)
-
-    def close(self) -> None:
-        """End it."""
-        process = self._process
-        pipes = [one for one in (process.stdin, process.stdout, process.stderr) if one is not None]
-        with contextlib.suppress(subprocess.TimeoutExpired, OSError):
-            pipes[0].close()
-            process.wait(timeout=5)
-        process.kill()
-        process.wait()
-        for pipe in pipes:
-            with contextlib.suppress(OSError):
-                pipe.close()
 
 
 class Pair:

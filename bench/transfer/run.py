@@ -11,7 +11,6 @@ disturbs the machine disturbs all. What the numbers mean: README.md beside this 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import tempfile
@@ -22,8 +21,8 @@ from typing import Any
 
 from bench import peers
 from bench.device import name_or_exit
-from bench.plots import Panel, Pictures, Spread, save
-from bench.record import Record, ratios, spread
+from bench.plots import Panel, Pictures, Spread
+from bench.record import Record, arguments, ratios, span, spread
 from bench.transfer.pairs import (
     Cores,
     Pair,
@@ -34,6 +33,7 @@ from bench.transfer.pairs import (
     without_ucx,
     written_buffers,
 )
+from shared.telemetry.definitions import percentiles
 from shared.transport.settings import UcxSettings
 
 HOST_LANES = {"sysv": "sysv,self", "tcp": "tcp,self"}
@@ -181,7 +181,7 @@ class Lane:
         for num_bytes in self.sizes:
             for name in (OURS, *self._anchors, *self.names[1:]):
                 theirs = self.speeds[name, num_bytes]
-                waits = sorted(self.waits.get((name, num_bytes), []))
+                p50, p99 = percentiles(self.waits.get((name, num_bytes), [0.0]), (50, 99))
                 rows.append(
                     {
                         "lane": self.name,
@@ -193,16 +193,11 @@ class Lane:
                         "over_this": {
                             one: ratios(self.speeds[one, num_bytes], theirs) for one in ours
                         },
-                        "one_by_one_p50_us": percentile(waits, 0.5) * 1e6,
-                        "one_by_one_p99_us": percentile(waits, 0.99) * 1e6,
+                        "one_by_one_p50_us": p50 * 1e6,
+                        "one_by_one_p99_us": p99 * 1e6,
                     }
                 )
         return rows
-
-
-def percentile(ordered: Sequence[float], share: float) -> float:
-    """Nearest rank; 0 of nothing."""
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
 def note_goals(record: Record, rows: Sequence[dict[str, Any]]) -> None:
@@ -246,7 +241,7 @@ def show(row: dict[str, Any]) -> str:
     )
     for ours, ratio in row["over_this"].items():
         if row["name"] not in OF_THIS_HOUSE:
-            line += f"  {ours} {ratio['median']:.2f} x [{ratio['min']:.2f} .. {ratio['max']:.2f}]"
+            line += f"  {ours} x {span(ratio, '.2f')}"
     if row["one_by_one_p50_us"]:
         p50, p99 = row["one_by_one_p50_us"], row["one_by_one_p99_us"]
         line += f"  one by one {p50:7.0f} / {p99:.0f} us"
@@ -270,8 +265,7 @@ def pictures_of(rows: Sequence[dict[str, Any]]) -> Pictures:
 
 def main() -> None:
     """Measure, print, and write the results."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--quick", action="store_true", help="few short repetitions, not recorded")
+    parser = arguments(__doc__, "few short repetitions, not recorded")
     parser.add_argument("--lanes", nargs="+", choices=list(LANES), default=list(HOST_LANES))
     parser.add_argument("--sizes", nargs="+", type=int, default=list(SIZES), help="bytes")
     parser.add_argument("--repetitions", type=int, default=0)
@@ -285,22 +279,14 @@ def main() -> None:
         "--pin", nargs=2, type=int, default=(0, 1), metavar="CORE", help="-1 -1: do not pin"
     )
     chosen = parser.parse_args()
-    about = {}
+    about: dict[str, Any] = {}
     if CUDA in chosen.lanes:
         about["device"] = name_or_exit("cuda")
     repetitions = chosen.repetitions or (2 if chosen.quick else 9)
     batch_mib = chosen.batch_mib or (128 if chosen.quick else 4096)
-    record = Record(
-        Path(__file__).parent,
-        chosen.quick,
-        {
-            "ucx": (ucx_root() / "VERSION.txt").read_text().strip(),
-            "settings": {name: getattr(UcxSettings(), name) for name in UcxSettings.__slots__},
-            "pinned_to": chosen.pin,
-            "tcp_congestion_control": congestion_control(),
-            **about,
-        },
-    )
+    settings = {name: getattr(UcxSettings(), name) for name in UcxSettings.__slots__}
+    about |= {**about_ucx(), "settings": settings, "pinned_to": chosen.pin}
+    record = Record.of(__file__, chosen, **about)
     with tempfile.TemporaryDirectory(prefix="bench-transfer-") as folder:
         written = written_buffers(Path(folder))
         for name in chosen.lanes:
@@ -308,19 +294,18 @@ def main() -> None:
             for _ in range(repetitions):
                 lane.repeat()
             for row in lane.rows():
-                record.rows.append(row)
+                record.add(row)
                 print(show(row), flush=True)
     note_goals(record, record.rows)
-    path = record.finish()
-    if path is not None:
-        save(pictures_of(record.rows), path)
+    record.finish(pictures_of)
 
 
-def congestion_control() -> str:
-    """Of this machine's tcp: bbr paces its own packets, cubic does not."""
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
-    return ""
+def about_ucx() -> dict[str, Any]:
+    """Return its release, and this machine's way with tcp: bbr paces its own packets, cubic does
+    not."""
+    about = {"ucx": ucx_root() / "VERSION.txt"}
+    about["tcp_congestion_control"] = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+    return {name: path.read_text().strip() if path.exists() else "" for name, path in about.items()}
 
 
 if __name__ == "__main__":

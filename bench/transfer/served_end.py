@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from bench.transfer.end import done, say
+from bench.transfer.end import say
 from bench.transfer.pairs import WINDOW
 from shared.engine.memory.staging import digest
 from shared.transfer.frames import HEADER_BYTES
+from shared.transport.base import Outcome
 from shared.transport.ucxx import UcxEndpoint, UcxTransport
 
 STAGING_BYTES = 128 << 20
@@ -23,6 +24,12 @@ STAGING_BYTES = 128 << 20
 
 POOL_BYTES = 256 << 20
 """Where frames come from, and go: more than caches hold."""
+
+
+async def done(operation: Any) -> None:
+    """Wait for an operation; anything but success ends the measurement."""
+    if await operation.settled() is not Outcome.DONE:
+        raise SystemExit(f"{operation}")
 
 
 def new_pool(num_bytes: int) -> np.ndarray:

@@ -7,8 +7,8 @@ import shutil
 
 import pytest
 
-from bench.gateway.run import Client, Load, tools
-from bench.gateway.subjects import Cores, our_gateway
+from bench.gateway.run import Client, Load
+from bench.gateway.subjects import Cores, our_gateway, tools
 
 pytestmark = [
     pytest.mark.process,
@@ -19,13 +19,9 @@ pytestmark = [
 async def test_our_gateway_answers_by_the_mock_pair() -> None:
     """Every byte is checked by the client, which ends with an error else."""
     everywhere = frozenset(os.sched_getaffinity(0))
-    cores = Cores(everywhere, everywhere)
     load = Load("a few", "stream", 2, 8, False, 0.5, ())
-    async with (
-        tools() as (programs, words, log),
-        our_gateway(programs, words, cores, log) as gateway,
-    ):
-        client = Client(programs["client"], words, cores)
-        figures = await client.run(gateway, load, warm_s=0.0, window_s=load.window_s)
+    with tools(Cores(everywhere, everywhere)) as kit:
+        async with our_gateway(kit) as gateway:
+            figures = await Client(kit).run(gateway, load, warm_s=0.0, window_s=load.window_s)
     assert figures["answers"] > 0
     assert figures["failed"] == 0

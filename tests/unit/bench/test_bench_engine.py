@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 pytest.importorskip("torch")
-from bench.engine.run import case_of, other_work
+from bench.cpu import other_work
+from bench.engine.run import case_of
 
 pytestmark = pytest.mark.torch
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bench.limits.bound import all_together, best_rate, in_order, seconds_of, shortest_first
+from bench.limits.bound import all_together, in_order, rate_of, seconds_of, shortest_first
 from bench.limits.run import answers_of, goodput_of
 from services.cli.bench.records import Ending, Record, Run
 from services.cli.bench.workload import Ask, Workload
@@ -93,8 +93,8 @@ def test_the_best_rate_is_the_last_before_a_miss() -> None:
     def prompts_at(rate: float) -> list[tuple[float, float, int]]:
         return [(at / rate, 1.0, 1) for at in range(100)]
 
-    assert best_rate(in_order(1), prompts_at, 1.0) == 1.0
-    assert best_rate(in_order(2), prompts_at, 1.0) == 2.0
+    assert rate_of(in_order(1), prompts_at, 1.0) == 1.0
+    assert rate_of(in_order(2), prompts_at, 1.0) == 2.0
 
 
 def test_prompts_between_those_that_were_timed_are_on_a_line() -> None:

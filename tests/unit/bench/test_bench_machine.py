@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import pytest
 
+from bench.limits.bound import STEP
 from bench.limits.machine import (
-    STEP,
     Answer,
     Costs,
     Request,
     apart,
-    best_rate,
     in_turn,
+    rate_of,
     requests_of,
     together,
 )
@@ -80,7 +80,7 @@ def test_the_best_rate_is_the_last_before_nine_of_ten_miss() -> None:
         late = [Answer(0.1, 9.0)] * len(requests)
         return [*late, *[Answer(0.1, 0.1)] * (20 - len(late))]
 
-    assert best_rate(serve, requests_at, Answer(0.1, 0.1)) == 2 * STEP
+    assert rate_of(serve, requests_at, Answer(0.1, 0.1)) == 2 * STEP
 
 
 def test_what_an_earlier_prompt_began_with_is_cached() -> None:

@@ -30,9 +30,9 @@ def test_a_second_run_of_a_day_and_commit_writes_over_nothing(
     monkeypatch.delenv("PDMESH_BENCH_GOALS", raising=False)
     paths: list[Path] = []
     for load in ("one", "other", "third"):
-        path = Record(tmp_path, is_quick=False, rows=[{"load": load}]).finish()
-        assert path is not None
-        paths.append(path)
+        before = set(tmp_path.glob("results/*"))
+        Record(tmp_path, is_quick=False, rows=[{"load": load}], is_written=True).finish()
+        paths += set(tmp_path.glob("results/*")) - before
     assert [json.loads(path.read_text())["rows"][0]["load"] for path in paths] == [
         "one", "other", "third",
     ]  # fmt: skip

@@ -28,7 +28,7 @@ def test_all_get_the_requests_that_ours_gets() -> None:
     arrivals = [at for at, *_ in load["asks"]]
     assert (load["prefill"], load["decode"], len(arrivals)) == (24, 40, 5)
     assert arrivals == sorted(arrivals)
-    told = ask_ours(OURS[0], 5)
+    told = ask_ours(*OURS[0], 5)
     assert len(told.felt) == 5
     assert told.cpu_s > 0 < told.num_events
 
