@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Annotated, Any, Final
 
@@ -18,10 +18,11 @@ from rich.console import Console
 from rich.text import Text
 
 from services.cli.client import LOCAL_GATEWAY, RunningGateway
-from services.cli.generate import USUAL, Answer, Sampling, print_piece, stream_answer
+from services.cli.generate import USUAL, Answer, Sampling, stream_answer
 from services.cli.interrupts import EXIT_INTERRUPTED, Interrupts
 from services.cli.models import NONE_YET
 from services.cli.receipt import receipt_table
+from services.cli.spoken import ONLY_THOUGHT, SpokenAnswer
 from services.cli.words import plain_console
 from shared.config import DEMO_MODEL
 from shared.errors import MeshError
@@ -57,9 +58,9 @@ class Conversation:
         self.turns: list[dict[str, str]] = []
         self.last = Answer()
 
-    async def ask(self, text: str, show: Callable[[str], None]) -> None:
-        """Stream the answer to ``show``. A turn that fails is forgotten; one that is stopped keeps
-        what had come.
+    async def ask(self, text: str, spoken: SpokenAnswer) -> None:
+        """Stream the answer to ``spoken``. A turn that fails is forgotten; one that is stopped
+        keeps what had come.
 
         Raises MeshError: see ``stream_answer``.
         """
@@ -68,7 +69,7 @@ class Conversation:
         body = {**self._settings, "messages": [*system, *self.turns, asked]}
         answer, is_stopped = Answer(), False
         try:
-            await stream_answer(self._gateway, body, answer, show)
+            await stream_answer(self._gateway, body, answer, spoken.say, spoken.think)
         except asyncio.CancelledError:
             is_stopped = True
             raise
@@ -160,26 +161,20 @@ class _Dialogue:
         return self._code
 
     def _turn(self, text: str) -> int:
-        is_mid_line = False
-
-        def show(piece: str) -> None:
-            nonlocal is_mid_line
-            print_piece(piece)
-            is_mid_line = not piece.endswith("\n")
-
         code, failure = EXIT_OK, None
-        try:
-            code = Interrupts().run(lambda: self._talk.ask(text, show))
-        except MeshError as error:
-            failure = error
-        if is_mid_line:
-            print(flush=True)
+        with SpokenAnswer() as spoken:
+            try:
+                code = Interrupts().run(lambda: self._talk.ask(text, spoken))
+            except MeshError as error:
+                failure = error
         if failure is not None:
             self._code = EXIT_FAILED
             hint = " (/reset begins anew)" if failure.code == "context_length_exceeded" else ""
             self._complain(failure.message + hint)
         elif code:
             self._err.print("stopped", style="dim")
+        elif self._talk.last.is_only_thought:
+            self._err.print(ONLY_THOUGHT, style="dim", soft_wrap=True)
         return code
 
     def _is_last(self, line: str) -> bool:

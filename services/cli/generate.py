@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import unicodedata
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Final
@@ -17,6 +16,7 @@ from services.cli.flags import CannotRun, require
 from services.cli.interrupts import run_interruptible
 from services.cli.receipt import receipt_table
 from services.cli.sources import OUTPUT
+from services.cli.spoken import ONLY_THOUGHT, SpokenAnswer
 from services.cli.words import plain_console
 from shared.errors import InvalidRequest, WorkerLost
 
@@ -48,9 +48,15 @@ class Answer:
     """What has come so far."""
 
     text: str = ""
+    thought: str = ""
     finish_reason: str = ""
     usage: dict[str, Any] = field(default_factory=dict[str, Any])
     receipt: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def is_only_thought(self) -> bool:
+        """Whether it ended before there was a text."""
+        return bool(self.thought) and not self.text.strip() and self.finish_reason == "length"
 
 
 def generate(
@@ -84,13 +90,13 @@ def generate(
 
     async def main() -> None:
         answer = Answer()
-        try:
-            await stream_answer(gateway, body, answer, print_piece)
-        finally:
-            if answer.text:
-                print(flush=True)
+        with SpokenAnswer() as spoken:
+            await stream_answer(gateway, body, answer, spoken.say, spoken.think)
+        err = plain_console(stderr=True)
+        if answer.is_only_thought:
+            err.print(ONLY_THOUGHT, soft_wrap=True)
         if receipt and answer.receipt:
-            plain_console(stderr=True).print(receipt_table(answer.receipt, answer.usage))
+            err.print(receipt_table(answer.receipt, answer.usage))
 
     return run_interruptible(main)
 
@@ -100,8 +106,9 @@ async def stream_answer(
     body: Mapping[str, Any],
     answer: Answer,
     show: Callable[[str], None] = lambda piece: None,
+    think: Callable[[str], None] = lambda piece: None,
 ) -> None:
-    """Fill ``answer`` in as it arrives, and show each piece of its text.
+    """Fill ``answer`` in as it arrives; show each piece of its text, and of the thinking before.
 
     body: a chat body if it has messages, else one of completions.
     Raises CannotRun: nothing listens there, or it is no gateway. GatewayRefused: its own words.
@@ -133,7 +140,7 @@ async def stream_answer(
                     return
                 if event and line.startswith(b"data:"):  # proxies send comments to keep it open
                     has_begun = True
-                    _read(gateway.url, orjson.loads(event), answer, show)
+                    _read(gateway.url, orjson.loads(event), answer, show, think)
         raise WorkerLost("the answer broke off: the gateway has gone")
     except orjson.JSONDecodeError:
         raise CannotRun(f"{gateway.url} is no pdmesh gateway: its events are not JSON") from None
@@ -143,36 +150,38 @@ async def stream_answer(
         raise unreachable(gateway.url, error) from None
 
 
-def print_piece(piece: str) -> None:
-    """Print a piece of an answer as it is, or for a terminal without control characters: no answer
-    moves the cursor or speaks to the terminal."""
-    if sys.stdout.isatty():
-        # Spaces other than ours, and what joins the parts of a character, are printable enough.
-        piece = "".join(c for c in piece if unicodedata.category(c) != "Cc" or c in "\n\t")
-    print(piece, end="", flush=True)
-
-
-def _read(url: str, event: Any, answer: Answer, show: Callable[[str], None]) -> None:
+def _read(
+    url: str,
+    event: Any,
+    answer: Answer,
+    show: Callable[[str], None],
+    think: Callable[[str], None],
+) -> None:
     try:
         pieces = _pieces(event, answer)
     except (AttributeError, LookupError, TypeError):
         raise CannotRun(f"{url} answers in events that are not OpenAI's") from None
-    for piece in pieces:
-        answer.text += piece
-        show(piece)
+    for thought, text in pieces:
+        if thought:
+            answer.thought += thought
+            think(thought)
+        if text:
+            answer.text += text
+            show(text)
 
 
-def _pieces(event: Any, answer: Answer) -> list[str]:
-    """Return the event's pieces of text; all else that it says is in ``answer``."""
+def _pieces(event: Any, answer: Answer) -> list[tuple[str, str]]:
+    """Return the event's pieces of thinking and text; all else that it says is in ``answer``."""
     if error := event.get("error"):
         if isinstance(error, str):  # as other servers say it
             raise GatewayRefused(error)
         raise GatewayRefused(str(error.get("message", error)), code=str(error.get("code") or ""))
     answer.usage = {**(event.get("usage") or answer.usage)}
     answer.receipt = {**(event.get("receipt") or answer.receipt)}
-    pieces: list[str] = []
+    pieces: list[tuple[str, str]] = []
     for choice in event.get("choices") or ():
         answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
         of = choice.get("delta") or {} if "delta" in choice else {"content": choice.get("text")}
-        pieces.append(str(of.get("content") or ""))
-    return [piece for piece in pieces if piece]
+        thought = of.get("reasoning_content") or of.get("reasoning")  # the latter vLLM's
+        pieces.append((str(thought or ""), str(of.get("content") or "")))
+    return pieces

@@ -7,7 +7,7 @@ from typing import Final
 HELP: Final = """\
 LLM serving with prefill and decode on separate machines: prefill workers compute a prompt's KV
 cache and push it, layer by layer, to decode workers, which generate; the gateway speaks OpenAI's
-API and gRPC.
+and Anthropic's APIs, and gRPC.
 
 First steps:
 

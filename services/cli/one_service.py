@@ -28,7 +28,7 @@ from shared.worker.launch import LaunchProfile
 
 @config_flags
 def gateway(*, config: GatewayConfig = GatewayConfig(), file: ConfigFlag = None) -> int:  # noqa: B008  (frozen)
-    """Run one gateway: OpenAI's API and gRPC for clients, the registry for workers.
+    """Run one gateway: OpenAI's and Anthropic's APIs and gRPC, and the registry for workers.
 
     It needs the model's folder for the tokenizer, not for the weights. SIGTERM and Ctrl-C drain.
     """

@@ -134,8 +134,8 @@ async def serve() -> AsyncIterator[Any]:
     """Return a coroutine function that serves a scripted mesh and gives its URL."""
     async with contextlib.AsyncExitStack() as stack:
 
-        async def start(mesh: ScriptedMesh, keys: KeyRing | None = None) -> str:
-            return await stack.enter_async_context(http_gateway(mesh, keys))
+        async def start(mesh: ScriptedMesh, keys: KeyRing | None = None, **settings: Any) -> str:
+            return await stack.enter_async_context(http_gateway(mesh, keys, **settings))
 
         yield start
 

@@ -73,6 +73,31 @@ async def test_an_answer_is_shown_as_it_comes(visit: Any, serve: Any) -> None:
     assert await tab.page.locator("#question").input_value() == ""
 
 
+async def test_thinking_is_shown_until_the_answer_begins(visit: Any, serve: Any) -> None:
+    """Then it is folded, to be opened again; what ended within it is not nothing."""
+    gate = asyncio.Semaphore(0)
+    mesh = ScriptedMesh(saying("<think>hm <i></think>four", per_batch=1, gate=gate))
+    tab = await visit(await serve(mesh, reasoning_parser="think"))
+    await tab.open()
+    answer = await tab.send("What is two and two?")
+    thought = answer.locator("details.thought")
+    for _ in tiny_tokenizer().encode("<think>hm <i>").ids:
+        gate.release()
+    await expect(thought.locator("p")).to_contain_text("hm")
+    await expect(thought).to_have_attribute("open", "")
+    await tab.audit()
+    for _ in range(100):
+        gate.release()
+    await tab.ended(answer)
+    await expect(answer.locator(".text")).to_have_text("four")
+    await expect(thought).not_to_have_attribute("open", "")
+    await expect(thought.locator("p")).to_have_text("hm <i>")
+    mesh.script = saying("<think>hm")
+    answer = await tab.ask("And three?")
+    await expect(answer.locator("details.thought")).to_have_attribute("open", "")
+    await expect(answer.locator(".aside")).to_have_count(0)
+
+
 async def test_html_in_question_and_answer_is_text(visit: Any, serve: Any) -> None:
     """Nothing that a model or a person writes becomes an element, a request or a script."""
     tab = await visit(await serve(ScriptedMesh(saying(HOSTILE))))

@@ -145,14 +145,19 @@ async def test_counts_at_the_end_and_words_as_the_tokenizer_has_them() -> None:
 
 
 async def test_every_way_to_miss_is_told_apart() -> None:
-    """Refused, cut and broken answers are counted by kind, with the server's own words."""
+    """Refused, cut and broken answers are counted by kind, with the server's own words; what broke
+    makes the exit code 1, what was refused does not."""
     fates = {6: "refuse", 7: "cut", 8: "break", 9: "refuse"}
     mock = OpenAiMock("every", takes_ids=True, is_strict=False, interval_s=0.01)
     mock.fate = lambda number: fates.get(number, "")
     flags = ("--rate", "50", "--requests", "10", "--warmup", "0", "--slo-tpot", "5s")
     async with openai_mock(mock):
         code, report, _ = await benched(mock.url, *FIXED, *flags, "--slo-ttft", "5s")
-    assert is_good(code, report)
+        mock.fate = lambda number: "refuse" if number % 2 else ""
+        other_code, other, _ = await benched(mock.url, *FIXED, *flags)
+    assert is_good(other_code, other)
+    assert other["runs"][0]["ends"] == {"complete": 5, "refused": 5}
+    assert code == 1
     (run,) = report["runs"]
     assert run["ends"] == {"complete": 6, "refused": 2, "cut": 2}
     assert run["attainment"] == 0.6

@@ -16,6 +16,7 @@ from services.local import LocalMesh, local_mesh, plan_services, wait_for_pair
 from shared.config import DecodeConfig, GatewayConfig, PrefillConfig
 from tests.support.command import LIMIT_S, run_pdmesh
 from tests.support.house import ROOT
+from tests.support.scripted_mesh import ScriptedMesh, http_gateway, saying
 from tests.support.service_process import free_port
 from tests.support.terminal import Terminal, on_a_terminal
 
@@ -105,6 +106,35 @@ async def test_ctrl_c_stops_the_answer_then_clears_the_line_then_leaves(tmp_path
         chat.type("/help\r")
         await chat.shows(rf"/receipt +where the time(.|\n)*\n{PROMPT}")
         await leave(chat, "\x03")
+
+
+async def test_a_model_that_thinks_is_seen_to() -> None:
+    """A sign of life before the first token, the thinking as it comes, then the answer; Ctrl-C
+    stops each of them, and what ended in its midst says why."""
+    gate = asyncio.Semaphore(0)
+    mesh = ScriptedMesh(saying("<think>hm, hm</think>four", per_batch=100, gate=gate))
+    async with (
+        http_gateway(mesh, reasoning_parser="think") as url,
+        on_a_terminal("chat", "--no-history", "--url", url) as chat,
+    ):
+        await chat.shows(PROMPT)
+        chat.type("2 + 2?\r")
+        await chat.shows(r"> 2 \+ 2\?\n. waiting$")
+        gate.release()
+        await chat.shows(rf"> 2 \+ 2\?\nhm, hm\n\nfour\n{PROMPT}")
+        mesh.script = saying("<think>hm, hm", per_batch=100, gate=gate)
+        chat.type("And 3?\r")
+        await chat.shows("waiting$")
+        chat.type("\x03")
+        await chat.shows(rf"> And 3\?\nstopped\n{PROMPT}")
+        assert chat.shows_cursor
+        await leave(chat, "\x04")
+        async with on_a_terminal("generate", "hi", "--max-tokens", "9", "--url", url) as once:
+            await once.shows("waiting$")
+            gate.release()
+            assert await once.ended() == 0
+            assert "hm,\nthe answer ended while the model was thinking" in once.shown
+            assert once.shows_cursor
 
 
 async def test_a_refusal_is_one_line_and_the_conversation_goes_on(tmp_path: Path) -> None:

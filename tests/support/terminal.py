@@ -58,6 +58,10 @@ class Terminal:
         """The screen as it is now."""
         return "\n".join(line.rstrip() for line in self._view.display).rstrip()
 
+    @property
+    def shows_cursor(self) -> bool:
+        return not self._view.cursor.hidden
+
     def type(self, keys: str) -> None:
         """Press keys: ``\\r`` is Enter, ``\\x03`` Ctrl-C, ``\\x04`` Ctrl-D."""
         os.write(self._screen, keys.encode())

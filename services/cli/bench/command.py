@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from services.cli.bench.flags import BenchFlags, UrlsFlag
+from services.cli.bench.records import BROKEN
 from services.cli.client import DEFAULT_URL, NO_ACCESS, Access, require_url
 from services.cli.interrupts import run_interruptible
 from services.cli.sources import OUTPUT, JsonFlag
@@ -31,7 +32,8 @@ def bench(
 
     Requests leave at times planned beforehand, whatever comes back (an open loop), and latencies
     count from those times. The client measures its own lateness: a run in which it fell behind is
-    void, says so, and makes the exit code 1. docs/benchmarking.md says what each figure means.
+    void, says so, and makes the exit code 1, as requests do that fail or break off.
+    docs/benchmarking.md says what each figure means.
 
     Parameters
     ----------
@@ -78,7 +80,13 @@ def bench(
 
 
 def _is_good(report: dict[str, Any]) -> bool:
-    """Whether every run counts and was answered; of a search, whether it came to its end."""
+    """Whether every run counts and was answered, and no request of it broken; of a search, whether
+    it came to its end. To be refused, or to wait too long, is what a high rate measures."""
     if report["goodput"] is not None:
         return bool(report["goodput"]["is_conclusive"])
-    return all(run["ends"].get("complete") and not run["void"] for run in report["runs"])
+    return all(
+        run["ends"].get("complete")
+        and not run["void"]
+        and not any(end.value in run["ends"] for end in BROKEN)
+        for run in report["runs"]
+    )

@@ -41,6 +41,8 @@ class Ending(Enum):
 
 
 MISSED = tuple(end for end in Ending if end not in (Ending.COMPLETE, Ending.UNFINISHED))
+BROKEN = (Ending.FAILED, Ending.CUT, Ending.UNREACHABLE)
+"""What no load excuses."""
 
 
 @dataclass(slots=True, eq=False)

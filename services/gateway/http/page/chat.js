@@ -130,6 +130,8 @@ function setRunning(abort, onActivity) {
 /** What has come of one answer. */
 class Answer {
   text = "";
+  #shown;
+  #thought = null;
   #node = document.createTextNode("");
   #usage = null;
   #receipt = null;
@@ -137,14 +139,18 @@ class Answer {
   #requestId = "";
 
   constructor(shown) {
+    this.#shown = shown;
     shown.append(this.#node);
   }
 
   take(chunk) {
     this.#requestId = chunk.requestId;
     const choice = chunk.choices?.[0];
+    const thought = choice?.delta?.reasoning_content;
+    if (thought) this.#think(thought);
     const text = choice?.delta?.content ?? "";
     if (text) {
+      if (!this.text && this.#thought) this.#thought.open = false;
       this.text += text;
       this.#node.appendData(text);
     }
@@ -153,9 +159,24 @@ class Answer {
     this.#receipt = chunk.receipt ?? this.#receipt;
   }
 
+  /** Thinking is open until the answer begins. */
+  #think(text) {
+    if (!this.#thought) {
+      this.#thought = make(
+        "details",
+        { class: "thought", open: "" },
+        make("summary", {}, "Thinking"),
+        make("p", {}, document.createTextNode("")),
+      );
+      this.#shown.before(this.#thought);
+    }
+    this.#thought.lastChild.firstChild.appendData(text);
+  }
+
   closing() {
     const parts = [];
-    if (!this.text) parts.push(make("p", { class: "aside" }, "The model answered with nothing."));
+    if (!this.text && !this.#thought)
+      parts.push(make("p", { class: "aside" }, "The model answered with nothing."));
     if (this.#finish === "length")
       parts.push(
         make("p", { class: "aside" }, "Cut off: the answer has as many tokens as it may have."),

@@ -14,8 +14,9 @@ from rich.console import Console
 
 from services.cli.client import Access, GatewayRefused, RunningGateway
 from services.cli.flags import CannotRun
-from services.cli.generate import Answer, print_piece, stream_answer
+from services.cli.generate import Answer, stream_answer
 from services.cli.receipt import receipt_table
+from services.cli.spoken import SpokenAnswer, print_piece
 from services.gateway.core.routing.sides import AnswerTerms, PromptTerms
 from services.gateway.front.auth import KeyRing, hash_key
 from shared.errors import InvalidRequest, MeshError, WorkerLost
@@ -43,6 +44,29 @@ async def test_an_answer_is_text_usage_and_receipt(body: dict[str, Any], suffix:
     assert answer.finish_reason == "stop"
     assert answer.usage["completion_tokens"] > 0
     assert answer.receipt["ttft_s"] == 0.5
+
+
+async def test_thinking_is_no_part_of_the_text() -> None:
+    """It comes apart, under the name of most servers or under vLLM's own."""
+    async with http_gateway(
+        ScriptedMesh(saying("<think>hm</think>four")), reasoning_parser="think"
+    ) as url:
+        text, answer = await said(url, HI)
+    assert (answer.thought, text, answer.is_only_thought) == ("hm", "four", False)
+    async with http_gateway(ScriptedMesh(saying("<think>hm, hm")), reasoning_parser="think") as url:
+        _, answer = await said(url, {**HI, "max_tokens": 9})
+    assert (bool(answer.thought), answer.text, answer.is_only_thought) == (True, "", True)
+    event = b'data: {"choices": [{"delta": {"reasoning": "hm"}}]}\n\ndata: [DONE]\n\n'
+
+    async def stream(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(event)
+        return response
+
+    async with serving(stream) as url:
+        _, answer = await said(url, HI)
+    assert answer.thought == "hm"
 
 
 async def test_sampling_reaches_the_gateway_and_what_is_not_given_does_not() -> None:
@@ -186,6 +210,28 @@ def test_an_answer_speaks_to_people_and_not_to_their_terminal(
     monkeypatch.setattr(out, "isatty", lambda: True)
     print_piece(text)
     assert out.getvalue() == text + "a[2Jb\tc\ndé\u00a0\u3000\u200d!"
+
+
+def test_thinking_is_dim_on_a_terminal_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the text, on a line of its own, and as harmless; a file has the text alone."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stdout", out := io.StringIO())
+    monkeypatch.setattr(sys, "stderr", err := io.StringIO())
+
+    def speak() -> None:
+        with SpokenAnswer() as spoken:
+            spoken.think("h\x1b[2Jm")
+            spoken.say("four")
+            spoken.think("so")
+
+    speak()
+    assert (out.getvalue(), err.getvalue()) == ("four\n", "")
+    monkeypatch.setattr(out, "isatty", lambda: True)
+    monkeypatch.setattr(err, "isatty", lambda: True)
+    speak()
+    assert out.getvalue() == "four\n" + "\n\nfour\n" + "\n"
+    assert "waiting" in err.getvalue()
+    assert err.getvalue().endswith("\x1b[2mh[2Jm\x1b[0m\x1b[2mso\x1b[0m")
 
 
 def test_a_receipt_is_a_table_whose_phases_have_names() -> None:
