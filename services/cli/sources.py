@@ -7,12 +7,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, get_args
 
 from cyclopts import App, ArgumentCollection, Group, Parameter, Token
 from cyclopts.config import Env
 
 from shared.config import PrefillConfig
+from shared.errors import InvalidRequest
 from shared.settings import CONFIG_VARIABLE, PREFIX, ROLES, read_settings, text_of
 
 OUTPUT: Final = Group("Output", sort_key=8)
@@ -71,4 +72,19 @@ class Variables(Env):
         super().__call__(app, commands, ArgumentCollection(named))
 
 
-SOURCES: Final = (Settings(), Variables(PREFIX, command=False))
+def whole_numbers(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Raise InvalidRequest for 1.5 where a whole number is asked for: cyclopts would round it."""
+    for argument in arguments:
+        if int not in (argument.hint, *get_args(argument.hint)) or argument.parameter.converter:
+            continue
+        for token in argument.tokens:
+            try:
+                is_whole = "." not in token.value or float(token.value).is_integer()
+            except ValueError:
+                continue  # cyclopts says so
+            if not is_whole:
+                name = token.keyword or argument.name
+                raise InvalidRequest(f"{name} must be a whole number, not {token.value!r}")
+
+
+SOURCES: Final = (Settings(), Variables(PREFIX, command=False), whole_numbers)

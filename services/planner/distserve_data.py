@@ -55,7 +55,9 @@ class GivenRequest(Arrival):
     def felt(self) -> Latency | None:
         """What it felt in an earlier run, if the file says so."""
         felt = (self.row.ttft_ms, self.row.decode_ms, self.row.tpot_ms)
-        return None if None in felt else Latency(*felt)  # type: ignore[arg-type]
+        # Their time an output token is nan where there is none.
+        is_said = all(it is not None and math.isfinite(it) for it in felt)
+        return Latency(*felt) if is_said else None  # type: ignore[arg-type]
 
 
 class _CapacityRow(msgspec.Struct):

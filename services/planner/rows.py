@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar, cast
@@ -82,7 +83,7 @@ def read_rows(
 
 
 def _fields(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
-    lines = csv.reader(text.split("\n"))
+    lines = csv.reader(io.StringIO(text))
     try:
         for fields in lines:
             yield lines.line_num, fields

@@ -55,9 +55,12 @@ class _AzureRow(_AzureLengths):
         return Ask(num_input=self.num_input, num_output=self.num_output, due_s=due_s)
 
 
-def read_asks(path: Path, *, must_be_ordered: bool = False) -> list[Ask]:
+def read_asks(
+    path: Path, *, must_be_ordered: bool = False, must_name_blocks: bool = False
+) -> list[Ask]:
     """Return a trace by arrival, the first at 0: Mooncake's if its first character is a brace, else
-    Azure's. must_be_ordered: a request that arrives before the one above it is an error, too.
+    Azure's. must_be_ordered: a request that arrives before the one above it is an error, too;
+    must_name_blocks: and one without hash_ids.
 
     Raises DataError.
     """
@@ -74,6 +77,8 @@ def read_asks(path: Path, *, must_be_ordered: bool = False) -> list[Ask]:
             asks.append(row.ask())
         except ValueError as error:
             raise DataError(f"{path}:{number}: {error}") from None
+        if must_name_blocks and not asks[-1].block_ids:
+            raise DataError(f"{path}:{number}: no hash_ids: a cache cannot be replayed without")
         if must_be_ordered and len(asks) > 1 and asks[-1].due_s < asks[-2].due_s:
             raise DataError(
                 f"{path}:{number}: arrives {asks[-2].due_s - asks[-1].due_s:g} s before the line "
@@ -88,13 +93,7 @@ def read_asks(path: Path, *, must_be_ordered: bool = False) -> list[Ask]:
 
 def read_blocks(path: Path) -> list[Ask]:
     """Return a trace of Mooncake's, whose every request names its blocks. Raises DataError."""
-    asks = read_asks(path, must_be_ordered=True)
-    for number, ask in enumerate(asks, 1):
-        if not ask.block_ids:
-            raise DataError(
-                f"{path}: no hash_ids of request {number}: a cache cannot be replayed without"
-            )
-    return asks
+    return read_asks(path, must_be_ordered=True, must_name_blocks=True)
 
 
 def read_mooncake(folder: Path, name: str) -> list[Ask]:

@@ -91,8 +91,10 @@ def distserve(
         exact: an event for every step. runs: steps that nothing changes are added up. Same results.
     """
     if requests is None:
-        if out is not None:
-            raise InvalidRequest("--out needs --requests FILE.csv: there is nothing to write")
+        if out is not None or data is not None:
+            raise InvalidRequest(
+                "--data and --out need --requests FILE.csv: there is nothing to run"
+            )
         show_tables(queue_tables(), as_json=as_json)
         return
     if data is None:

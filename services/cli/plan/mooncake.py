@@ -68,6 +68,8 @@ def mooncake(
             tables[-1] = replace(tables[-1], notes=[hint])
         show_tables(tables, as_json=as_json)
         return
+    if data is not None:
+        raise InvalidRequest("--data is of the public traces, --replay of one: give one of them")
     capacity = _capacity(blocks)
     trace = read_blocks(replay_file)
     if num_odd := sum(len(it.block_ids) != -(-it.num_input // BLOCK_TOKENS) for it in trace):

@@ -112,6 +112,7 @@ def splitwise(
     )
     clusters: list[Provisioned] = []
     if budget is not None:
+        require_ranges(("--budget", 0 < budget < 1e9, "above 0"))
         clusters = within(DESIGNS[design], budget, budget_of, most_prompt, most_token)
         is_enough = f"enough for a prompt and a token machine of {design}"
         require_ranges(("--budget", bool(clusters), is_enough))

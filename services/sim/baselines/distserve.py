@@ -34,6 +34,9 @@ DECODE_CAP_TOKENS: Final = 50_000
 BACK_PRESSURE_TOKENS: Final = 9_000_000
 """Contexts queued for decode beyond which a stage takes no prompts."""
 
+MOST_STEP_MS: Final = 1e12
+"""Of one step: with more the sums of a file become endless."""
+
 Fidelity = Literal["exact", "runs"]
 
 
@@ -153,7 +156,7 @@ class DistServeSim:
 
         on_progress is told now and then how many have arrived. No request may be larger than a
         batch: its capacity and DECODE_CAP_TOKENS bound it (theirs would never end). Raises
-        InvalidRequest: a step's time comes out below zero.
+        InvalidRequest: a step's time comes out below zero or above MOST_STEP_MS.
         """
         jobs = [_Job(arrival) for arrival in workload]
 
@@ -234,7 +237,7 @@ class DistServeSim:
         )
         if stage.is_first:
             took += first_stage_ms(num_tokens)
-        if took < 0:
+        if not 0 <= took <= MOST_STEP_MS:
             _refuse(phase, took, f"prompts {len(batch)}, tokens {num_tokens}")
         self.num_steps += 1
         self.clock.after(took, partial(self._prefilled, stage, batch))
@@ -302,15 +305,15 @@ def _decode_ms(stage: _Stage, batch: int, num_tokens: int) -> float:
     took = phase.coefficients.decode_ms(batch, num_tokens, phase.degree.pp)
     if stage.is_first:
         took += first_stage_ms(num_tokens - batch)
-    if took < 0:
+    if not 0 <= took <= MOST_STEP_MS:
         _refuse(phase, took, f"sequences {batch}, tokens {num_tokens - batch}")
     return took
 
 
 def _refuse(phase: Instance, took: float, step: str) -> NoReturn:
     raise InvalidRequest(
-        f"the coefficients of {phase.degree} make a step ({step}) take {took:.3f} ms: "
-        "none takes less than no time"
+        f"the coefficients of {phase.degree} make a step ({step}) take {took:g} ms: "
+        f"none takes less than no time, or more than {MOST_STEP_MS:g} ms"
     )
 
 

@@ -46,8 +46,8 @@ class MeasuredRun(msgspec.Struct, frozen=True):
     tp: Annotated[int, msgspec.Meta(ge=1)] = msgspec.field(name="tensor_parallel")
     prompt_len: Annotated[int, msgspec.Meta(ge=1)] = msgspec.field(name="prompt_size")
     batch: Annotated[int, msgspec.Meta(ge=1)] = msgspec.field(name="batch_size")
-    prompt_ms: Annotated[float, msgspec.Meta(ge=0)] = msgspec.field(name="prompt_time")
-    token_ms: Annotated[float, msgspec.Meta(ge=0)] = msgspec.field(name="token_time")
+    prompt_ms: Annotated[float, msgspec.Meta(gt=0, lt=1e12)] = msgspec.field(name="prompt_time")
+    token_ms: Annotated[float, msgspec.Meta(gt=0, lt=1e12)] = msgspec.field(name="token_time")
 
     @property
     def batch_tokens(self) -> int:

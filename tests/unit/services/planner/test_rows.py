@@ -15,6 +15,11 @@ class Pair(msgspec.Struct):
     b: int
 
 
+class Name(msgspec.Struct):
+    a: int
+    b: str
+
+
 @pytest.mark.parametrize("text", ["a,b\n1,2\n" + "3" * 200_000 + ",4\n", "x" * 200_000])
 def test_a_file_that_is_no_table_is_refused_by_its_line(text: str, tmp_path: Path) -> None:
     """A field that no CSV reader takes, as another kind of file may have one."""
@@ -39,3 +44,10 @@ def test_a_line_ends_where_its_line_ends(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     path.write_bytes('\ufeff["a\u2028b"]\r\n\r\n["c\x85"]\r\n'.encode())
     assert list(read_lines(path, list[str])) == [(1, ["a\u2028b"]), (3, ["c\x85"])]
+
+
+def test_a_quoted_text_keeps_its_lines(tmp_path: Path) -> None:
+    """As a spreadsheet writes a cell of two lines; the next row's number is its own line's."""
+    path = tmp_path / "names.csv"
+    path.write_text('a,b\n1,"x\ny"\n2,z\n')
+    assert list(read_rows(path, Name)) == [(3, Name(1, "x\ny")), (4, Name(2, "z"))]

@@ -130,6 +130,11 @@ def test_kv_of_a_folder(
         ("fleet --budget nan", "--budget must be above 0"),
         ("fleet --budget inf", "--budget must be above 0"),
         ("fleet --watts", "--watts needs --device"),
+        ("paper splitwise --budget nan", "--budget must be above 0"),
+        ("paper splitwise --budget inf", "--budget must be above 0"),
+        ("kv llama-3-70b --tokens 1.5", "--tokens must be a whole number, not '1.5'"),
+        ("simulate 1M --num-requests 2.e-1", "--num-requests must be a whole number"),
+        ("simulate 1M --num-requests 1.e999", "--num-requests must be a whole number"),
         ("fleet --budget 0.5", "too little for any mesh"),
         ("watch --slo-ttft 0s", "must be above 0: nobody could keep 0"),
         ("watch --slo-tpot quick", "--slo-tpot must be a number with a unit"),
@@ -172,7 +177,8 @@ def test_hit_rate_of_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("lines", "flags", "word"),
     [
-        ([{"hash_ids": []}], [], "no hash_ids of request 1"),
+        ([{}, {"hash_ids": []}], [], "t.jsonl:2: no hash_ids"),
+        ([{}], ["--data", "."], "give one of them"),
         ([{"timestamp": 2}, {"timestamp": 1}], [], ":2: arrives 0.001 s before the line above"),
         ([{"input_length": -1}], [], ":1: Expected `int` >= 1"),
         ([{"hash_ids": None}], [], ":1: Expected `array`"),
@@ -273,6 +279,22 @@ def test_a_damaged_file_of_the_founding_documents_is_named(
         (tmp_path / "perf_model.csv").write_text("\n".join((head, *kept)))
         assert main(command) == code
     assert "with 64 prompts of 512 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("took", ["0", "inf", "nan"])
+def test_a_run_that_took_no_time_or_for_ever_is_named(
+    took: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Errors are relative to what was measured."""
+    data = Path(__file__).parents[2] / "sim" / "data"
+    head, first, *rows = (data / "splitwise_sim_perf_model.csv").read_text().splitlines()
+    fields = first.split(",")
+    fields[head.split(",").index("prompt_time")] = took
+    (tmp_path / "perf_model.csv").write_text("\n".join((head, ",".join(fields), *rows)))
+    shutil.copy(data / "AzureLLMInferenceTrace_code_2023.csv", tmp_path)
+    assert main(["plan", "paper", "splitwise", "--data", str(tmp_path)]) == 2
+    assert "perf_model.csv:2: " in (error := capsys.readouterr().err)
+    assert "prompt_time" in error
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,19 @@ def test_a_run_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert told["TPOT p50"] == told["TPOT p99"] == pytest.approx(22.26134, abs=5e-6)
 
 
+def test_an_earlier_run_without_a_number_is_held_against_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Theirs divides by no output tokens: that line says nothing, and no figure becomes nan."""
+    path = tmp_path / "two.csv"
+    head = HEAD.strip() + ",ttft_ms,decode_ms,tpot_ms\n"
+    path.write_text(head + "0,0,374,0,43.7709,0,nan\n1,9,374,44,43.7709,979.4989,22.26134\n")
+    assert run(path, "--json") == 0
+    told = ours(capsys)
+    assert told["rows that are the same, digit by digit"] == 1
+    assert told["largest difference of tpot_ms"] == 0
+
+
 def test_a_file_that_cannot_be_written_is_told_before_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,6 +105,12 @@ PROFILE = "ref_distserve_profile_a100_80g_distserve.json"
             "19.934702624895458",
             "-1e3",
             "tp1,pp1 make a step (sequences 1, tokens 374) take -9",
+        ),
+        ("14.742973695171262", "1e308", "tp2,pp1 make a step (prompts 1, tokens 374) take 1e+308"),
+        (
+            "0.0006269356524350583",
+            "1e308",
+            "tp1,pp1 make a step (sequences 1, tokens 374) take inf",
         ),
     ],
 )
@@ -189,3 +208,6 @@ def test_missing_files_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "holds no ref_distserve_profile_a100_80g_distserve.json" in capsys.readouterr().err
     assert main(["plan", "paper", "distserve", "--requests", str(REFERENCE)]) == 2
     assert "--data" in capsys.readouterr().err
+    for flag in ("--data", "--out"):  # the closed forms that are shown without read and write none
+        assert main(["plan", "paper", "distserve", flag, str(tmp_path / "x")]) == 2
+        assert "need --requests FILE.csv" in capsys.readouterr().err
