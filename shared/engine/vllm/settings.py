@@ -56,8 +56,15 @@ _REFUSED: Mapping[str, str] = {
         (
             *("scheduler_cls", "async_scheduling", "scheduling_policy", "enable_chunked_prefill"),
             *("max_num_scheduled_tokens", "long_prefill_token_threshold", "watermark"),
+            *("long_prefill_token_threshold_adaptive", "prefill_schedule_interval"),
+            *("max_num_active_seqs", "max_num_queued_reqs", "max_num_queued_tokens"),
+            "scheduler_reserve_full_isl",
         ),
         "pdmesh schedules",
+    ),
+    **dict.fromkeys(
+        ("prefix_caching_hash_algo", "prefix_cache_retention_interval", "prefix_match_unit"),
+        "pdmesh keeps prefixes",
     ),
     **dict.fromkeys(
         ("kv_transfer_config", "kv_events_config", "ec_transfer_config"), "pdmesh moves KV"
@@ -83,12 +90,18 @@ _REFUSED: Mapping[str, str] = {
         "speculative decoding is not supported",
     ),
     "enable_lora": "LoRA is not supported",
+    "enable_prompt_embeds": "the gateway takes text",
     "trust_remote_code": "code from a model folder is never run",
     "disable_hybrid_kv_cache_manager": "all layers share one kind of block",
     "pipeline_parallel_size": "a layer's KV must be ready before the next layer's, which stages in "
     "a pipeline do not keep to; tensor_parallel_size is served",
     **dict.fromkeys(
-        ("data_parallel_size", "data_parallel_size_local", "data_parallel_rank"),
+        (
+            *("data_parallel_size", "data_parallel_size_local", "data_parallel_rank"),
+            *("data_parallel_start_rank", "data_parallel_address", "data_parallel_rpc_port"),
+            *("data_parallel_external_lb", "data_parallel_hybrid_lb"),
+            *("data_parallel_multi_port_external_lb", "data_parallel_backend"),
+        ),
         "start more workers instead",
     ),
     "enable_expert_parallel": "experts on several devices need steps in lock-step",
@@ -106,7 +119,10 @@ _REFUSED: Mapping[str, str] = {
 }
 """What does not go together with what pdmesh does, and why."""
 
-_IS_ON = ("enable_chunked_prefill", "skip_tokenizer_init", "disable_hybrid_kv_cache_manager")
+_IS_ON = (
+    *("enable_chunked_prefill", "skip_tokenizer_init", "disable_hybrid_kv_cache_manager"),
+    "scheduler_reserve_full_isl",
+)
 """Of these the switches that are on here."""
 
 _OF_TORCH = frozenset({"kernels", "cuda_graphs", "max_graph_rows"})
@@ -247,9 +263,18 @@ def block_size_of(config: WorkerConfig, *, is_cpu: bool, has_latent_kv: bool) ->
 
 def _object(text: str, path: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads(text))
-    except (ValueError, TypeError) as error:
+        return json.loads(text, object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
         raise _wrong(f"{path} is no JSON object: {error}") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object. Raises ValueError: a key is there twice, of which one would be lost."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"{next(key for key in keys if keys.count(key) > 1)} is there twice")
+    return found
 
 
 def _value(key: str, text: str) -> Any:
@@ -257,11 +282,11 @@ def _value(key: str, text: str) -> Any:
     if lowered in ("true", "false"):
         return lowered == "true"
     try:
-        return json.loads(text)
-    except ValueError:
+        return json.loads(text, object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
         if text.startswith(("{", "[")):
             raise _wrong(
-                f"{key} is no JSON: quotes are a shell's here, so write {key}='{{...}}'"
+                f"{key} is no JSON ({error}): quotes are a shell's here, so write {key}='{{...}}'"
             ) from None
         return text
 

@@ -14,6 +14,7 @@ import pytest
 from shared.config import DecodeConfig, PrefillConfig
 from shared.engine import load as loading
 from shared.engine.vllm import release as releases
+from shared.engine.vllm import settings
 from shared.engine.vllm.settings import (
     block_size_of,
     changes_of_the_model,
@@ -27,6 +28,7 @@ from shared.engine.vllm.settings import (
     require_known,
 )
 from shared.errors import InvalidRequest, ModelError
+from tests.support.house import ROOT
 
 
 @pytest.mark.parametrize(
@@ -102,6 +104,10 @@ def test_what_cannot_be_read_is_told(text: str, words: str) -> None:
         (b'{"block_size": 16}', "block_size is set by --block-size"),
         (b'{"tensor_parallel_size": "2"}', "tensor_parallel_size must be 1..64"),
         (b"enforce_eager", "'enforce_eager' is no key=value"),
+        (b'{"quantization": "fp8", "quantization": "awq"}', "quantization is there twice"),
+        (b'{"hf_overrides": {"a": 1, "a": 2}}', "a is there twice"),
+        (b'{"hf_overrides": ' + b"[" * 200_000, "is no JSON object"),
+        (b"hf_overrides=" + b"[" * 200_000, "hf_overrides is no JSON"),
     ],
 )
 def test_a_file_is_checked_as_words_are(tmp_path: Path, content: bytes, words: str) -> None:
@@ -146,6 +152,13 @@ def test_what_a_flag_of_ours_sets_is_refused_with_that_flag(key: str, flag: str)
         ("scheduler_cls=mine", "pdmesh schedules"),
         ("async_scheduling=2", "pdmesh schedules"),
         ("scheduling_policy=priority", "pdmesh schedules"),
+        ("max_num_active_seqs=1", "pdmesh schedules"),
+        ("prefill_schedule_interval=4", "pdmesh schedules"),
+        ("scheduler_reserve_full_isl=false", "pdmesh schedules"),
+        ("prefix_caching_hash_algo=xxhash", "pdmesh keeps prefixes"),
+        ("data_parallel_start_rank=1", "start more workers instead"),
+        ("data_parallel_backend=ray", "start more workers instead"),
+        ("enable_prompt_embeds=true", "the gateway takes text"),
         ("enable_chunked_prefill=2", "pdmesh schedules"),
         ("enable_chunked_prefill=false", "pdmesh schedules"),
         ("skip_tokenizer_init=false", "the gateway has the tokenizer"),
@@ -180,6 +193,17 @@ def test_what_fights_with_the_mesh_is_refused_with_the_reason(argument: str, why
     key = argument.partition("=")[0]
     assert caught.value.message.startswith(f"--vllm-args: {key}: ")
     assert caught.value.message.endswith(why)
+
+
+def test_the_page_names_every_argument_that_is_refused() -> None:
+    """Where somebody looks it up before a start."""
+    page = (ROOT / "docs" / "vllm.md").read_text()
+    missing = [
+        key
+        for key in {*settings._OURS, *settings._REFUSED}
+        if f"`{key}`" not in page and not key.startswith("data_parallel_")
+    ]
+    assert missing == []
 
 
 def test_what_is_so_anyway_is_passed_over() -> None:
