@@ -18,7 +18,10 @@ def words_of(error: BaseException) -> str:
     """Return what an error says, or else which line has raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     line = f" ({frames[-1].line})" if frames else ""
-    return str(error).strip() or f"{type(error).__name__}{line}"
+    text = str(error).strip()
+    if isinstance(error, KeyError):  # whose words are the key alone
+        return f"KeyError: {text}{line}"
+    return text or f"{type(error).__name__}{line}"
 
 
 class DeviceFailures:

@@ -297,6 +297,16 @@ def test_a_pool_of_another_width_is_refused(on_device: bool) -> None:
 
 
 @pytest.mark.parametrize("on_device", [False, True])
+def test_a_layer_of_fewer_heads_is_refused(on_device: bool) -> None:
+    """One head would be taken for all of them without a word."""
+    kind = DENSE[0]
+    (pools,) = kind.empty(1)
+    pools[1] = pools[1][:, :1].contiguous()
+    with pytest.raises(EngineFailed, match="1 heads in a layer"):
+        kind.pools([pools], on_device=on_device)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
 def test_kv_beside_that_of_the_layers_is_refused(on_device: bool) -> None:
     """A pool more than there are layers, or one of other numbers: frames have no place for it."""
     kind = DENSE[0]

@@ -92,7 +92,31 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "gemma4": (
+        "Gemma4Text",
+        {
+            **_HEADS,
+            "global_head_dim": 64,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "sliding_window": _WINDOW,
+            "hidden_size_per_layer_input": 0,
+            "tie_word_embeddings": True,
+        },
+    ),
     "phi3": ("Phi3", {"num_attention_heads": 4, "num_key_value_heads": 2}),
+    "minicpm3": (
+        "MiniCPM3",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 64,
+            "q_lora_rank": 64,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 32,
+            "v_head_dim": 32,
+            "dim_model_base": 128,
+        },
+    ),
     "glm4": ("Glm4", _HEADS),
     "olmo2": ("Olmo2", {"num_attention_heads": 4, "num_key_value_heads": 2}),
     "gpt_oss": (

@@ -219,24 +219,30 @@ def _configured(
     }
     if not is_cpu:
         common["gpu_memory_utilization"] = config.gpu_memory_share
-    has_latent_kv = "kv_lora_rank" in files.text_config
-    common["block_size"] = settings.block_size_of(
-        config, is_cpu=is_cpu, has_latent_kv=has_latent_kv
-    )
-    if is_cpu and has_latent_kv and "attention_config" not in arguments:
-        # That for AMX knows bfloat16 alone, other blocks, and is taken for any dtype.
-        common["attention_backend"] = "CPU_MLA"
     settings.require_known(arguments, {field.name for field in dataclasses.fields(EngineArgs)})
     impls = [impl for impl in get_args(ModelImpl) if impl != "terratorch"]  # which has no text
     settings.require_choice(arguments, "model_impl", impls)
     try:
+        # Not every model with such a rank keeps the latent vector (MiniCPM3 keeps keys and values).
+        has_latent_kv = (
+            files.text_config.get("kv_lora_rank") is not None
+            and EngineArgs(**common | dict(arguments)).create_model_config().use_mla
+        )
+        common["block_size"] = settings.block_size_of(
+            config, is_cpu=is_cpu, has_latent_kv=has_latent_kv
+        )
+        if is_cpu and has_latent_kv and "attention_config" not in arguments:
+            # That for AMX knows bfloat16 alone, other blocks, and is taken for any dtype.
+            common["attention_backend"] = "CPU_MLA"
         made = EngineArgs(**common | dict(arguments)).create_engine_config()
     except MeshError:
         raise
     except Exception as error:
         raise ModelError(f"vLLM refuses this model or --vllm-args: {_told(error)}") from error
     backend = made.attention_config.backend
-    if is_cpu and backend is not None and not backend.name.startswith("CPU_"):
+    # Of some models (Gemma 4) vLLM names one itself, which its CPU build passes over.
+    is_named = "attention_backend" in arguments or "attention_config" in arguments
+    if is_cpu and is_named and backend is not None and not backend.name.startswith("CPU_"):
         raise ModelError(
             f"--vllm-args: the attention backend {backend.name} is of another device, and on a CPU "
             "vLLM has one of its own: name none",

@@ -75,7 +75,7 @@ class HostPools(KvCopies):
         self._pools = [pool for pools in ranks for pool in pools]
         self._layers: list[list[_Part]] = []
         for pools in ranks:
-            _require_uniform(pools, layout)
+            _require_uniform(pools, layout, len(ranks))
         for pools in zip(*ranks, strict=True):
             parts: list[_Part] = []
             for heads, pool in zip(_heads(len(ranks), layout), pools, strict=True):
@@ -115,7 +115,7 @@ class DevicePools(KvCopies):
 
     def __init__(self, pools: Sequence[torch.Tensor], layout: KvLayout, block_size: int) -> None:
         """pools: one a layer."""
-        _require_uniform(pools, layout)
+        _require_uniform(pools, layout, 1)
         self._layout, self._block_size = layout, block_size
         self._type, _ = _OCTETS[DTYPE_BYTES[layout.dtype]]
         every_head = slice(0, layout.num_kv_heads)
@@ -162,7 +162,7 @@ class DevicePools(KvCopies):
 Pools = HostPools | DevicePools
 
 
-def _require_uniform(pools: Sequence[torch.Tensor], layout: KvLayout) -> None:
+def _require_uniform(pools: Sequence[torch.Tensor], layout: KvLayout, num_ranks: int) -> None:
     """Raises EngineFailed: there is KV that frames have no place for."""
     sizes = {pool.element_size() for pool in pools}
     if len(pools) != layout.num_layers or sizes != {DTYPE_BYTES[layout.dtype]}:
@@ -174,7 +174,13 @@ def _require_uniform(pools: Sequence[torch.Tensor], layout: KvLayout) -> None:
         if pool.shape[-1] != layout.parts * layout.head_dim:
             raise EngineFailed(
                 f"vLLM's KV has {pool.shape[-1]} numbers a token and head, where the model's heads "
-                f"have {layout.head_dim}: keys and values must be of one size"
+                f"have {layout.head_dim}: keys and values must be of one size, in all layers"
+            )
+        num_heads = max(1, layout.num_kv_heads // num_ranks)
+        if pool.dim() == 4 and pool.shape[1] != num_heads:
+            raise EngineFailed(
+                f"vLLM's KV has {pool.shape[1]} heads in a layer, where the model has {num_heads}: "
+                "all layers must have as many"
             )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shared.engine.failures import DeviceFailures
+from shared.engine.failures import DeviceFailures, words_of
 from shared.errors import EngineFailed
 
 pytestmark = pytest.mark.torch
@@ -20,3 +20,10 @@ def test_an_error_without_words_names_its_line() -> None:
         DeviceFailures("loading"),
     ):
         raise RuntimeError("no device")
+
+
+def test_a_missing_key_names_its_line() -> None:
+    """What it says itself is the key: "'odd'" would be all of a refusal."""
+    with pytest.raises(KeyError) as caught:
+        _ = {"known": 1}["odd"]
+    assert words_of(caught.value).startswith("KeyError: 'odd' (_ = {")
