@@ -74,7 +74,6 @@ class Measured:
 
     @property
     def run(self) -> str:
-        """Which run found it."""
         return f"{self.day} {self.commit} {self.machine}"
 
     @property

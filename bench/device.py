@@ -10,7 +10,6 @@ from bench.record import NOT_HERE
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    """Add --device."""
     words = "cuda, cuda:N; cpu: a tiny rehearsal"
     parser.add_argument("--device", type=_device, default="cuda", help=words)
 

@@ -16,8 +16,6 @@ from bench.record import PROJECT
 
 
 class End:
-    """The parent's handle on one process."""
-
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str] = os.environ, name: str = ""
     ) -> None:
@@ -30,7 +28,6 @@ class End:
         )  # fmt: skip
 
     def tell(self, order: Any) -> None:
-        """Order something."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
@@ -52,7 +49,6 @@ class End:
         return self.answer()
 
     def close(self) -> None:
-        """End it."""
         process = self._process
         pipes = [one for one in (process.stdin, process.stdout) if one is not None]
         with contextlib.suppress(subprocess.TimeoutExpired, OSError):
@@ -85,8 +81,8 @@ class EngineEnd(End):
             raise
 
 
-def our_engine(folder: Path, threads: int, vocab: int, num_blocks: int = 1024) -> EngineEnd:
+def our_engine(folder: Path, threads: int, vocab: int) -> EngineEnd:
     """Load a model into ours, in a process of its own."""
-    command = [sys.executable, "-m", "bench.engine.our_end", str(folder)]
-    command += ["--threads", str(threads), "--vocab", str(vocab), "--num-blocks", str(num_blocks)]
+    command = [sys.executable, "-m", "bench.engine.our_end", str(folder), "--num-blocks", "1024"]
+    command += ["--threads", str(threads), "--vocab", str(vocab)]
     return EngineEnd("pdmesh", command)

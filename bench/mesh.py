@@ -66,7 +66,6 @@ async def a_mesh(
 
 @contextlib.asynccontextmanager
 async def channel_to(mesh: LocalMesh) -> AsyncGenerator[Any]:
-    """Connect to a mesh's gRPC API."""
     address = parse_address(mesh.grpc_target, param="mesh", default_port=0)
     async with TcpNetwork().channel(address) as channel:
         yield channel

@@ -33,12 +33,10 @@ class Peer:
 
     @property
     def folder(self) -> Path:
-        """Its environment."""
         return ROOT / self.name
 
     @property
     def python(self) -> Path:
-        """Its interpreter."""
         return self.folder / "bin" / "python"
 
     @property
@@ -57,7 +55,6 @@ class Peer:
         }
 
     def program(self, name: str) -> Path:
-        """A command of its environment."""
         return self.folder / "bin" / name
 
     def install(self) -> None:
@@ -143,7 +140,6 @@ def installed(name: str) -> Peer | None:
 
 
 def main() -> None:
-    """List or install."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

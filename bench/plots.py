@@ -30,7 +30,6 @@ class Panel:
     inches: ClassVar[float] = 4.8
 
     def draw(self, place: Any) -> None:
-        """Draw into matplotlib's axes."""
         for idx, (name, points) in enumerate(self.lines.items()):
             place.errorbar(
                 [x for x, _ in points],
@@ -67,7 +66,6 @@ class Bars:
         return max(4.0, 0.85 * len(self.groups))
 
     def draw(self, place: Any) -> None:
-        """Draw into matplotlib's axes."""
         groups = self.groups
         width = 0.8 / len(self.bars)
         for idx, (name, of) in enumerate(self.bars.items()):

@@ -84,13 +84,23 @@ def arguments(doc: str | None, quick: str) -> argparse.ArgumentParser:
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
-    """Median, extremes and all values."""
     return {
         "median": statistics.median(values),
         "min": min(values),
         "max": max(values),
         "values": [float(f"{value:.5g}") for value in values],
     }
+
+
+def grouped(rows: Iterable[Mapping[str, Any]], name: str, *more: str) -> dict[Any, list[Any]]:
+    """Return rows by what they say under a name, or under several, each in the order in which they
+    came; those that say nothing are left out."""
+    found: dict[Any, list[Any]] = {}
+    for row in rows:
+        if all(one in row for one in (name, *more)):
+            key = (row[name], *(row[one] for one in more)) if more else row[name]
+            found.setdefault(key, []).append(row)
+    return found
 
 
 def span(found: Mapping[str, Any], form: str) -> str:

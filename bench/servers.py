@@ -87,3 +87,19 @@ async def wait_until(
                         return
             await asyncio.sleep(poll_s)
     raise RuntimeError(f"{url} did not answer in time (exit code so far: {child.returncode})")
+
+
+async def events(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes]:
+    """Yield the JSON of each event of a streamed answer. Raises RuntimeError: it was refused,
+    broke, or has no end."""
+    if response.status != 200:
+        raise RuntimeError(f"HTTP {response.status}: {await response.text()}")
+    is_done = False
+    async for line in response.content:
+        if line.startswith(b'data: {"error"'):
+            raise RuntimeError(line.decode())
+        if line.startswith(b"data: {"):
+            yield line[6:]
+        is_done = is_done or line.startswith(b"data: [DONE]")
+    if not is_done:
+        raise RuntimeError("an answer has no end")

@@ -33,6 +33,9 @@ BLOCK_S: Final = 600.0
 """How long the oracle keeps a number of workers, at least: as the autoscaler."""
 
 STARTUP_S: Final = 120.0
+MOST_WORKERS: Final = 12
+"""Of a kind, that the oracle has."""
+
 TIMES = AffineTimes(
     base_s=0.025, prompt_token_s=3.5e-4, decode_row_s=1e-3, context_token_s=2e-7
 )  # fmt: skip
@@ -208,13 +211,13 @@ def attains(num_prefill: int, num_decode: int, rate: float, seconds: float) -> b
     return attained(run.felt) >= LIMITS.target
 
 
-def most_rates(seconds: float, most: int = 12) -> dict[str, list[float]]:
+def most_rates(seconds: float) -> dict[str, list[float]]:
     """Return, for 1, 2, ... workers of either kind, the highest rate that they attain while the
     other kind is ample; up to the peak."""
     found: dict[str, list[float]] = {"prefill": [], "decode": []}
     for kind, rates in found.items():
-        for num in range(1, most + 1):
-            shape = (num, 8) if kind == "prefill" else (most + 4, num)
+        for num in range(1, MOST_WORKERS + 1):
+            shape = (num, 8) if kind == "prefill" else (MOST_WORKERS + 4, num)
             if rates and rates[-1] >= PEAK_RATE:
                 break
             low, high = rates[-1] if rates else 0.0, PEAK_RATE
@@ -281,7 +284,6 @@ def recovered_s(felt: Sequence[Felt], step_at_s: float) -> float:
 
 
 def row_of(part: str, run: ScaledRun, seconds: float) -> dict[str, Any]:
-    """Return what is recorded of a run."""
     bins: list[dict[str, float]] = []
     for idx in range(int(seconds // BLOCK_S)):
         own = [it for it in run.felt if idx * BLOCK_S <= it.at_s < (idx + 1) * BLOCK_S]
@@ -331,7 +333,6 @@ def pictures_of(rows: Sequence[dict[str, Any]]) -> Pictures:
 
 
 def main() -> None:
-    """Run what is asked for, print, write."""
     parser = arguments(__doc__, "a step alone, prints only")
     parser.add_argument("--parts", nargs="+", choices=("step", "day"), default=("step", "day"))
     parser.add_argument("--seed", type=int, default=0)
@@ -372,7 +373,6 @@ def main() -> None:
 
 
 def report(row: dict[str, Any]) -> None:
-    """Print one run."""
     print(
         f"{row['part']}: {row['requests']} requests, attained {row['attained']:.4f}, "
         f"{row['device_hours']:.1f} device hours, {len(row['changes'])} changes",

@@ -63,9 +63,10 @@ class PaidDevice:
 
 
 class ScaledMesh(CoreMesh):
-    """A mesh that an autoscaler looks at every ``LOOK_S``; None = it stays as it is.
+    """A mesh that an autoscaler looks at every ``LOOK_S``.
 
-    startup_s: from the order of a worker until it has joined. movable: whether homes may change.
+    startup_s: from the order of a worker until it has joined. acts: whether its orders are carried
+    out. movable: whether homes may change.
     """
 
     report_s = gather_s = 1.0
@@ -81,16 +82,14 @@ class ScaledMesh(CoreMesh):
         startup_s: float,
         acts: bool = True,
         movable: bool = False,
-        policy: str = "least_loaded",
-        max_running: int = 1 << 16,
     ) -> None:
         super().__init__(
             spec,
             layout,
             lambda _: engine,
             size,
-            policy=policy,
-            max_running=max_running,
+            policy="least_loaded",
+            max_running=1 << 16,
             max_pending_tokens=GatewayConfig().max_pending_tokens,
             skips=True,
         )

@@ -21,7 +21,7 @@ from typing import Any
 
 from bench.conductor.prefill_pools import Outcome, Setting, simulate
 from bench.plots import Bars, Pictures
-from bench.record import Record, arguments, spread
+from bench.record import Record, arguments, grouped, spread
 from services.cli.bench.sources import SHAPES, read_trace
 from services.cli.bench.workload import BLOCK_TOKENS, Ask, Load, plan
 from shared.telemetry.definitions import percentiles
@@ -70,9 +70,9 @@ class Job:
 # --- what is sent ---------------------------------------------------------------------------------
 
 
-def spread_in_ticks(asks: Sequence[Ask], tick_s: float, seed: int = 0) -> list[Ask]:
+def spread_in_ticks(asks: Sequence[Ask], tick_s: float) -> list[Ask]:
     """Spread what arrives at one tick over the time until the next, in order."""
-    rng, spread_asks = random.Random(seed), list[Ask]()
+    rng, spread_asks = random.Random(0), list[Ask]()
     for at, group in groupby(asks, key=lambda ask: ask.due_s):
         same = list(group)
         times = sorted(at + rng.uniform(0.0, tick_s) for _ in same)
@@ -88,9 +88,9 @@ def asks_of(trace: Path | None, num_requests: int | None) -> list[Ask]:
     return list(plan(SHAPES["mooncake"], load).asks)
 
 
-def bursts(num_bursts: int, seed: int = 0) -> Iterator[Ask]:
+def bursts(num_bursts: int) -> Iterator[Ask]:
     """One hot prefix, and a question of its own to each; all of a burst within 10 ms."""
-    rng, hot = random.Random(seed), tuple(range(HOT_TOKENS // BLOCK_TOKENS))
+    rng, hot = random.Random(0), tuple(range(HOT_TOKENS // BLOCK_TOKENS))
     next_id = len(hot)
     for number in range(num_bursts):
         times = sorted(
@@ -131,7 +131,6 @@ def run_job(job: Job) -> dict[str, Any]:
 
 
 def summary(found: Outcome) -> dict[str, Any]:
-    """What a run comes to."""
     times = [ttft_s for _, ttft_s in found.prompts]
     prompts = [prompt for prompt, _ in found.prompts]
     fetched = [prompt.num_fetched for prompt in prompts if prompt.decision.fetch is not None]
@@ -159,7 +158,6 @@ def summary(found: Outcome) -> dict[str, Any]:
 
 
 def report(row: dict[str, Any]) -> None:
-    """One line of a run."""
     ttft = row["ttft_s"]
     longest = row.get("longest_over_mean")
     print(
@@ -191,10 +189,8 @@ def ideal(asks: Sequence[Ask]) -> float:
 def set_goals(record: Record, *, is_trace: bool) -> None:
     """Note the order of means and the hits, and how even the queues of bursts are. is_trace: the
     bars are the trace's; of the built-in shape the order alone is asked."""
-    of: dict[str, dict[str, dict[str, Any]]] = {}
-    for row in record.rows:
-        of.setdefault(row["what"], {})[row["policy"]] = row
-    for what, rows in of.items():
+    for what, own in grouped(record.rows, "what").items():
+        rows = {row["policy"]: row for row in own}
         if "longest_over_mean" in next(iter(rows.values())):
             longest = rows["conductor"]["longest_over_mean"]
             record.goal(GOAL, f"{what}: longest queue / mean, worst", max(longest), "<=", 1.5)
@@ -214,7 +210,6 @@ def set_goals(record: Record, *, is_trace: bool) -> None:
 
 
 def jobs_of(asked: argparse.Namespace, asks: Sequence[Ask]) -> Iterator[Job]:
-    """Return what is to be run."""
     if "order" in asked.parts:
         for policy in (*BESIDE, *ORDER):
             yield Job(what="order", policy=policy, asks=asks)
@@ -233,14 +228,9 @@ def jobs_of(asked: argparse.Namespace, asks: Sequence[Ask]) -> Iterator[Job]:
 
 def pictures_of(rows: Sequence[dict[str, Any]]) -> Pictures:
     """Means and hits of each policy; random is left out, or nothing else would be seen."""
-    whats = [what for what in dict.fromkeys(row["what"] for row in rows) if what != "bursts"]
+    steady = grouped((row for row in rows if row["what"] != "bursts"), "policy")
     means = {
-        policy: {
-            what: spread([row["ttft_s"]["mean"]])
-            for what in whats
-            for row in rows
-            if (row["what"], row["policy"]) == (what, policy)
-        }
+        policy: {row["what"]: spread([row["ttft_s"]["mean"]]) for row in steady.get(policy, ())}
         for policy in (*BESIDE, *ORDER[1:])
     }
     hits = {"hits": {row["policy"]: spread([row["hit"]]) for row in rows if row["what"] == "order"}}

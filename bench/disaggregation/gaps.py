@@ -83,7 +83,6 @@ def show(title: str, gaps: Sequence[Gap]) -> None:
 
 
 async def main(asked: argparse.Namespace) -> None:
-    """Start the mesh, ask it, print."""
     source = LOADS[asked.load]
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -104,7 +103,6 @@ async def main(asked: argparse.Namespace) -> None:
 
 
 def parse() -> argparse.Namespace:
-    """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--load", choices=list(LOADS), default="azure-conv")
     parser.add_argument("--rates", nargs="+", type=float, default=[1.0, 1.5], help="requests/s")

@@ -30,7 +30,7 @@ from bench.engine.model import SIZES, write_llama
 from bench.mesh import a_mesh
 from bench.peers import PEERS, Peer, installed
 from bench.plots import Panel, Pictures, Spread
-from bench.record import Record, arguments, ratios, spread
+from bench.record import Record, arguments, grouped, ratios, spread
 from bench.servers import process, shown_log, wait_until
 from services.cli.bench.endpoints import ServerEndpoint, fit_of, open_endpoints
 from services.cli.bench.open_loop import run_open_loop
@@ -91,7 +91,6 @@ class System:
     by_prefix: Sequence[ServerEndpoint] = ()
 
     def endpoints_for(self, source: Source) -> Sequence[ServerEndpoint]:
-        """Return the servers that are asked."""
         return (isinstance(source, Sessions) and self.by_prefix) or self.endpoints
 
 
@@ -245,7 +244,6 @@ def vllm_server(peer: Peer, folder: Path, port: int) -> list[str]:
 
 
 async def ask(system: System, source: Source, load: Load, slo: Slo, seed: int) -> dict[str, Any]:
-    """Send one workload to one system."""
     return summarize(await send(system.endpoints_for(source), source, load, seed), slo)
 
 
@@ -386,7 +384,6 @@ def set_goals(record: Record, name: str, found: Sequence[Repetition]) -> None:
 
 
 def report(load: str, system: str, found: dict[str, Any]) -> None:
-    """One line of a run."""
     void = "  VOID: " + found["void"][0] if found["void"] else ""
     share = found["attainment"]
     itl, ttft = found["itl_s"], found["ttft_s"]
@@ -409,7 +406,6 @@ class Colocated(NamedTuple):
 
     @property
     def threads(self) -> int:
-        """Of each worker."""
         return max(1, NUM_CORES // self.num_workers)
 
     @classmethod
@@ -463,7 +459,6 @@ async def open_ours(
 
 
 async def main(asked: argparse.Namespace) -> None:
-    """Start the systems, ask them, write."""
     record = Record.of(__file__, asked, scale=SCALE, realtime=asked.realtime)
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -507,19 +502,18 @@ async def main(asked: argparse.Namespace) -> None:
 def pictures_of(rows: Sequence[dict[str, Any]]) -> Pictures:
     """Attainment and inter-token latency over the rate, a picture for each load and SLO."""
     pictures: dict[str, list[Panel]] = {}
-    asked = sorted((row for row in rows if row.get("itl_s")), key=lambda row: row["rate"])
-    for load, slo in dict.fromkeys((row["load"], row["slo"]) for row in asked):
+    asked = [row for row in rows if row.get("itl_s")]
+    for (load, slo), own in grouped(asked, "load", "slo").items():
         attained: dict[str, list[tuple[float, Spread]]] = {}
         late: dict[str, list[tuple[float, Spread]]] = {}
-        for name in dict.fromkeys(row["system"] for row in rows if "system" in row):
-            of = [r for r in asked if (r["load"], r["slo"], r["system"]) == (load, slo, name)]
-            if of:
-                rates = sorted({row["rate"] for row in of})
-                at = [[row for row in of if row["rate"] == rate] for rate in rates]
-                shares = [spread([row["attainment"] for row in runs]) for runs in at]
-                gaps = [spread([1e3 * row["itl_s"]["p99"] for row in runs]) for runs in at]
-                attained[name] = list(zip(rates, shares, strict=True))
-                late[name] = list(zip(rates, gaps, strict=True))
+        for name, of in grouped(own, "system").items():
+            at = sorted(grouped(of, "rate").items())
+            attained[name] = [
+                (rate, spread([it["attainment"] for it in runs])) for rate, runs in at
+            ]
+            late[name] = [
+                (rate, spread([1e3 * it["itl_s"]["p99"] for it in runs])) for rate, runs in at
+            ]
         pictures[f"-{load}-{slo}"] = [
             Panel(f"{load}, {slo} SLO (CPU)", "requests/s", "attained", attained, False, TARGET),
             Panel("", "requests/s", "p99 of inter-token latency, ms", late, False),
@@ -560,7 +554,6 @@ def add_our_systems(parser: argparse.ArgumentParser) -> None:
 
 
 def parse() -> argparse.Namespace:
-    """Read the command line."""
     parser = arguments(__doc__, "one load, ours alone, a coarse search")
     parser.add_argument("--loads", nargs="+", choices=list(LOADS), default=list(LOADS))
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS)

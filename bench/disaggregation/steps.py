@@ -39,7 +39,6 @@ def measure(decode: EngineEnd, prefill: EngineEnd, rows: int, steps: int) -> dic
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--steps", type=int, default=60)

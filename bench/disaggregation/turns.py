@@ -50,7 +50,6 @@ async def converse(channel: Any, asked: argparse.Namespace, seed: int) -> list[d
 async def converse_all(
     channel: Any, asked: argparse.Namespace, at_once: int, seed: int
 ) -> list[list[dict[str, Any]]]:
-    """Conversations, so many at a time."""
     places = asyncio.Semaphore(at_once)
 
     async def one(number: int) -> list[dict[str, Any]]:
@@ -81,7 +80,6 @@ def row_of(conversations: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
 
 
 async def main(asked: argparse.Namespace) -> None:
-    """Start the systems, ask them in turn, write."""
     record = Record.of(__file__, asked)
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -109,7 +107,6 @@ async def main(asked: argparse.Namespace) -> None:
 
 
 def line(row: dict[str, Any]) -> str:
-    """One run for a reader."""
     return (
         f"{row['at_once']} at once  {row['system']:18} TTFT first {row['first_ttft_s'] * 1e3:6.1f} "
         f"later {row['later_ttft_s'] * 1e3:6.1f} ms (max {row['later_ttft_max_s'] * 1e3:.0f})  "
@@ -120,7 +117,6 @@ def line(row: dict[str, Any]) -> str:
 
 
 def parse() -> argparse.Namespace:
-    """Read the command line."""
     parser = arguments(__doc__, "one short repetition, prints only")
     parser.add_argument("--at-once", nargs="+", type=int, default=[1, 3], help="conversations")
     parser.add_argument("--conversations", type=int, default=6, help="of a repetition")

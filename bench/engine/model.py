@@ -54,7 +54,6 @@ def write_llama(folder: Path, no_text: Sequence[int] = (), **shape: Any) -> None
 
 
 def make(folder: Path, sizes: dict[str, int] = SIZES) -> None:
-    """Write the model of these measurements."""
     write_llama(folder, (), **sizes, bos_token_id=None, eos_token_id=None)
 
 

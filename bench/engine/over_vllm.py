@@ -30,7 +30,6 @@ STEP_SHARE, PREFILL_SHARE = 1.10, 1.05
 
 
 def start(folder: Path, threads: int) -> list[EngineEnd]:
-    """Load the model into both."""
     vocab, length = str(model.VOCAB), str(model.MAX_LEN)
     blocks = str(64 * (2048 // 32 + 8))
     ours = [str(PYTHON), "-m", "bench.engine.our_end", str(folder), "--engine", "vllm"]
@@ -48,7 +47,6 @@ def start(folder: Path, threads: int) -> list[EngineEnd]:
 
 
 def compare(record: Record, ends: list[EngineEnd], size: str, asked: argparse.Namespace) -> None:
-    """Prompts, then decode steps, in turns."""
     for tokens in asked.prefills:
         took: dict[str, list[float]] = {end.name: [] for end in ends}
         for _ in range(asked.repetitions):
@@ -80,7 +78,6 @@ def note(record: Record, what: str, took: dict[str, list[float]], bound: float) 
 
 
 def main() -> None:
-    """Measure, print, write."""
     parser = arguments(__doc__, "2 repetitions, not recorded")
     parser.add_argument("--sizes", nargs="+", choices=model.MODELS, default=list(model.MODELS))
     parser.add_argument("--batches", type=int, nargs="+", default=(1, 16, 64))

@@ -29,7 +29,7 @@ from bench.ends import EngineEnd
 from bench.engine import model
 from bench.peers import PEERS, installed
 from bench.plots import Panel, Pictures, Spread
-from bench.record import PROJECT, Record, arguments, ratios, spread
+from bench.record import PROJECT, Record, arguments, grouped, ratios, spread
 from shared.engine.memory import huge_pages
 from shared.engine.native import build, library
 
@@ -254,19 +254,17 @@ def pictures_of(rows: Sequence[dict[str, Any]]) -> Pictures:
     """Decode tokens/s over batch, one panel a context."""
     decodes = [row for row in rows if row.get("what") == "decode"]
     panels: list[Panel] = []
-    for context in dict.fromkeys(row["context"] for row in decodes):
+    for context, own in grouped(decodes, "context").items():
         lines: dict[str, list[tuple[float, Spread]]] = {}
-        for row in decodes:
+        for row in own:
             for name in (OURS, *PEERS):
-                if row["context"] == context and name in row:
-                    point = (row["batch"], row[name]["tokens_per_s"])
-                    lines.setdefault(name, []).append(point)
+                if name in row:
+                    lines.setdefault(name, []).append((row["batch"], row[name]["tokens_per_s"]))
         panels.append(Panel(f"decode at {context} (CPU)", "batch", "tokens/s", lines))
     return {"": panels} if panels else {}  # none of over_vllm.py's
 
 
 def main() -> None:
-    """Measure, print, write."""
     parser = arguments(__doc__, "few cases, no peer that compiles")
     parser.add_argument("--size", choices=model.MODELS, default="125m", help="parameters")
     parser.add_argument(

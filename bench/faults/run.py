@@ -354,7 +354,6 @@ def words_of(known: Collection[str], text: str) -> tuple[str, ...]:
 
 
 def main() -> None:
-    """Measure, print, write."""
     parser = arguments(__doc__, "3 faults a cell, 10 s of load")
     parser.add_argument("--faults", type=int, default=200, help="faults a kind, role and phase")
     parser.add_argument("--limit", type=float, default=1200.0, help="seconds; then no new fault")

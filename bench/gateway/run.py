@@ -221,7 +221,6 @@ def row_of(load: Load, names: list[str], runs: Runs) -> dict[str, Any]:
 
 
 def show(row: dict[str, Any]) -> None:
-    """Print one load."""
     print(row["load"])
     for name, figures in row["subjects"].items():
         told = [
@@ -239,7 +238,6 @@ def show(row: dict[str, Any]) -> None:
 
 
 def judge(record: Record, load: Load, row: dict[str, Any]) -> None:
-    """Note the goals of one load."""
     ours = row["subjects"][OURS]
     if missing := [figure for figure in load.figures if figure not in ours]:
         sys.exit(f"{load.name}: not one {missing[0]} in a window; is the machine this busy?")
@@ -473,7 +471,6 @@ async def tls_cost(record: Record, repetitions: int) -> None:
 
 
 def main() -> None:
-    """Measure, print, and write the results."""
     parser = arguments(__doc__, "one repetition, not recorded")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument(

@@ -74,7 +74,6 @@ class Subject:
         return sum(int((it / "schedstat").read_text().split()[0]) for it in folders) / 1e9
 
     def memory_mib(self) -> float:
-        """Resident memory of its processes."""
         pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in self.pids)
         return pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 
@@ -91,7 +90,7 @@ class Tools:
 
 
 @contextlib.contextmanager
-def tools(cores: Cores | None = None) -> Iterator[Tools]:
+def tools() -> Iterator[Tools]:
     """Make them for the length of the block; exits with a sentence if there is no compiler."""
     with shown_log() as log:
         protocol = f"-DPROTOCOL_VERSION={PROTOCOL_VERSION}"
@@ -100,7 +99,7 @@ def tools(cores: Cores | None = None) -> Iterator[Tools]:
             for name in ("backend", "mesh", "client")
         }
         write_words(log.parent / "words")
-        yield Tools(programs, log.parent / "words", log, cores or Cores.of_this_machine())
+        yield Tools(programs, log.parent / "words", log, Cores.of_this_machine())
 
 
 def write_words(path: Path) -> None:
@@ -274,11 +273,11 @@ async def router(name: str, backends: dict[int, int], kit: Tools) -> AsyncGenera
 
 
 @contextlib.asynccontextmanager
-async def http_backends(kit: Tools, count: int = 2) -> AsyncGenerator[dict[int, int]]:
-    """Start mock back ends; yields port -> pid."""
+async def http_backends(kit: Tools) -> AsyncGenerator[dict[int, int]]:
+    """Start two mock back ends; yields port -> pid."""
     async with contextlib.AsyncExitStack() as stack:
         backends: dict[int, int] = {}
-        for _ in range(count):
+        for _ in range(2):
             port = free_port()
             command = [kit.programs["backend"], str(port), kit.words, str(STEP_MS)]
             started = process(command, kit.log, cores=kit.cores.others)

@@ -144,7 +144,6 @@ class Walk:
         return shell
 
     def step(self) -> wire.WorkerEvent:
-        """Return the message of the next step."""
         position, self._position = self._position, self._position + 1
         count = len(self._ids)
         words = self._words
@@ -183,7 +182,6 @@ async def window(walk: Walk) -> tuple[float, float]:
 
 
 async def measure(num_answers: int, num_windows: int) -> None:
-    """Measure, and print."""
     walk = Walk(num_answers)
     await walk.begin()
     gc.freeze()

@@ -142,7 +142,6 @@ async def measure(asked: argparse.Namespace, record: Record) -> None:
 
 
 def line(names: dict[str, str], result: Agreement) -> str:
-    """One line of the table."""
     first = "none differs"
     if result.first_median is not None:
         first = f"first at {result.first_median:g} in the median, {result.first_earliest} earliest"
@@ -153,7 +152,6 @@ def line(names: dict[str, str], result: Agreement) -> str:
 
 
 def parse() -> argparse.Namespace:
-    """Read the command line."""
     parser = arguments(__doc__, "8 prompts to 256, 32 tokens each")
     add_device(parser)
     parser.add_argument("--model", default=DEMO_MODEL, help="folder; default: the bundled model")
@@ -169,7 +167,6 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Compare, print, write."""
     asked = parse()
     name = name_or_exit(asked.device)
     about = {"device": name, "model": Path(asked.model).name, "dtype": "bfloat16"}

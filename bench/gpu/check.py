@@ -3,7 +3,7 @@
     make gpu-check ARGS="--quick --out gpu-check"     # or: python -m bench.gpu.check
 
 Asks one part after the other, each in processes of its own and with a time limit, and writes after
-every part one page and one JSON file with the device's name. What was asked before, of this code,
+every part one page and one JSON file with the device's name. What was right before, at this commit,
 is not asked again, so an interrupted check goes on where it was. Without a device it says what it
 would do and exits with 2; ``--device cpu`` rehearses those parts that a CPU can be asked.
 """
@@ -40,20 +40,19 @@ Verdict = Literal["right", "wrong", "out of time", "left out"]
 class Part:
     """One question of the check.
 
-    command: a line for each process, one after the other; "{quick}" becomes --quick or nothing,
-    "{device}" the device. limits_s: with --quick, and without; of all its processes together.
-    environment: on top of ours. must_say: a pattern that its output has to match. cpu_command: how
-    a CPU is asked instead; () = it cannot be.
+    command: "{quick}" becomes --quick or nothing, "{device}" the device. limits_s: with --quick,
+    and without. environment: on top of ours. must_say: a pattern that its output has to match.
+    cpu_command: how a CPU is asked instead; "" = it cannot be.
     """
 
     name: str
     question: str
-    command: tuple[str, ...]
+    command: str
     limits_s: tuple[float, float]
     environment: Mapping[str, str] = field(default_factory=dict)
     must_say: str = ""
     needs_program: str = ""
-    cpu_command: tuple[str, ...] = ()
+    cpu_command: str = ""
 
 
 @dataclass(slots=True)
@@ -80,23 +79,23 @@ PARTS = (
     Part(
         "machine",
         "Are the driver, torch, UCX and the way between processes as a mesh needs them?",
-        ("-m services.cli doctor",),
+        "-m services.cli doctor",
         (30, 60),
-        cpu_command=("-m services.cli doctor",),
+        cpu_command="-m services.cli doctor",
     ),
     Part(
         "kernels",
         "Do Triton's kernels compile for this device and agree with the reference?",
-        (f"{_TESTS} tests/engine/test_triton_attention.py tests/engine/test_triton_layers.py",),
+        f"{_TESTS} tests/engine/test_triton_attention.py tests/engine/test_triton_layers.py",
         (120, 240),  # an H200 with 16 cores took more than 50
         environment=_COMPILED,
         must_say=r"\d+ passed",
-        cpu_command=(f"{_TESTS} tests/engine/test_triton_layers.py",),
+        cpu_command=f"{_TESTS} tests/engine/test_triton_layers.py",
     ),
     Part(
         "tests",
         "Are the engine's answers on this device right, and KV that crossed from it to it?",
-        (f"{_TESTS} tests/gpu",),
+        f"{_TESTS} tests/gpu",
         (120, 300),
         environment=_COMPILED,
         must_say=r"\d+ passed",
@@ -104,7 +103,7 @@ PARTS = (
     Part(
         "memory",
         "Does compute-sanitizer find a fault in replayed graphs and marks?",
-        (f"{_TESTS} tests/gpu -k layers_are_marked",),
+        f"{_TESTS} tests/gpu -k layers_are_marked",
         (40, 240),
         environment=_COMPILED,
         must_say=r"ERROR SUMMARY: 0 errors",
@@ -113,54 +112,54 @@ PARTS = (
     Part(
         "lane",
         "Does KV go from device memory to device memory by cuda_ipc, and what says UCX itself?",
-        (_LANES,),
+        _LANES,
         (40, 90),
         environment=_TOLD_LANES,
         must_say=r"handed over by [^;]*cuda_ipc",
-        cpu_command=(_LANES,),
+        cpu_command=_LANES,
     ),
     Part(
         "other-lane",
         "Is KV right and its lane named where cuda_ipc is not to be had?",
-        (_LANES,),
+        _LANES,
         (40, 90),
         environment={**_TOLD_LANES, "UCX_TLS": "^posix,cuda_ipc"},
         must_say=r"handed over by (?!\S*cuda_ipc)\S",
-        cpu_command=(_LANES,),
+        cpu_command=_LANES,
     ),
     Part(
         "transfer",
         "What does device-to-device reach beside ucx_perftest -m cuda and cudaMemcpy?",
-        ("-m bench.transfer.run {quick} --lanes cuda_ipc --pin -1 -1",),
+        "-m bench.transfer.run {quick} --lanes cuda_ipc --pin -1 -1",
         (80, 300),
-        cpu_command=("-m bench.transfer.run {quick} --lanes sysv --pin -1 -1",),
+        cpu_command="-m bench.transfer.run {quick} --lanes sysv --pin -1 -1",
     ),
     Part(
         "steps",
         "How near its bandwidth and its product rate do steps come?",
-        ("-m bench.gpu.run {quick} --device {device}",),
+        "-m bench.gpu.run {quick} --device {device}",
         (60, 600),
-        cpu_command=("-m bench.gpu.run {quick} --device {device}",),
+        cpu_command="-m bench.gpu.run {quick} --device {device}",
     ),
     Part(
         "exact",
         "What do products and attention of one shape for any batch cost?",
-        ("-m bench.gpu.run --quick --exact --device {device} --batches 1 32",),
+        "-m bench.gpu.run --quick --exact --device {device} --batches 1 32",
         (30, 60),
     ),
     Part(
         "apart",
         "Do two processes on the device say what one says?",
-        ("-m bench.gpu.apart --device {device} {quick}",),
+        "-m bench.gpu.apart --device {device} {quick}",
         (40, 240),
-        cpu_command=("-m bench.gpu.apart --device {device} {quick}",),
+        cpu_command="-m bench.gpu.apart --device {device} {quick}",
     ),
     Part(
         "idle",
         "Where is the device idle within decode, and which length of a prompt fills it?",
-        ("-m bench.gpu.idle --device {device} {quick}",),
+        "-m bench.gpu.idle --device {device} {quick}",
         (40, 180),
-        cpu_command=("-m bench.gpu.idle --device {device} {quick}",),
+        cpu_command="-m bench.gpu.idle --device {device} {quick}",
     ),
 )
 
@@ -175,16 +174,14 @@ def plan(parts: Sequence[Part], device: str) -> str:
     )
 
 
-def ask(
-    part: Part, *, device: str, is_quick: bool, folder: Path, program: str = sys.executable
-) -> Answer:
+def ask(part: Part, *, device: str, is_quick: bool, folder: Path) -> Answer:
     """Ask one part; its whole output goes to ``folder/NAME.log``.
 
     A part out of time is ended with all its processes.
     """
     on_cpu = device == "cpu"
-    commands = part.cpu_command if on_cpu else part.command
-    if not commands:
+    command = part.cpu_command if on_cpu else part.command
+    if not command:
         return Answer(part.name, "left out", 0.0, [CUDA_ONLY])
     if part.needs_program and shutil.which(part.needs_program) is None:
         return Answer(part.name, "left out", 0.0, [f"{part.needs_program} is not installed"])
@@ -195,15 +192,11 @@ def ask(
     if not on_cpu:
         surroundings |= part.environment
     log = folder / f"{part.name}.log"
+    words = command.format(device=device, quick="--quick" if is_quick else "").split()
     began_at = time.monotonic()
-    until = began_at + part.limits_s[0 if is_quick else 1]
-    code: int | None = 0
     with log.open("wb") as out:
-        for line in commands:
-            words = line.format(device=device, quick="--quick" if is_quick else "").split()
-            code = _run([*prefix, program, *words], surroundings, out, until)
-            if code != 0:
-                break
+        limit_s = part.limits_s[0 if is_quick else 1]
+        code = _run([*prefix, sys.executable, *words], surroundings, out, limit_s)
     said = log.read_text(errors="replace").splitlines()
     verdict: Verdict = "right" if code == 0 else "wrong"
     if code is None:
@@ -220,7 +213,7 @@ def ask(
 
 
 def _run(
-    command: Sequence[str], surroundings: Mapping[str, str], out: Any, until: float
+    command: Sequence[str], surroundings: Mapping[str, str], out: Any, limit_s: float
 ) -> int | None:
     """Return the exit code, None = it was out of time; nothing of it is left running."""
     process = subprocess.Popen(
@@ -228,7 +221,7 @@ def _run(
         stdin=subprocess.DEVNULL, cwd=PROJECT, start_new_session=True,
     )  # fmt: skip
     try:
-        return process.wait(max(until - time.monotonic(), 0.1))
+        return process.wait(limit_s)
     except subprocess.TimeoutExpired:
         return None
     finally:
@@ -238,7 +231,6 @@ def _run(
 
 
 def page(about: Mapping[str, Any], answers: Iterable[Answer], parts: Sequence[Part]) -> str:
-    """Return the whole check as Markdown."""
     asked = {answer.name: answer for answer in answers}
     lines = [f"# {about['device']}", ""]
     lines += [f"* {name}: {value}" for name, value in about.items() if name != "device"]
@@ -268,10 +260,13 @@ def _goals(records: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def read_answers(path: Path, about: Mapping[str, Any], *, is_quick: bool) -> dict[str, Answer]:
-    """Return what an earlier check of the same device, code and length has; {} if it was another.
+    """Return what an earlier check of the same device, code and length has; {} if it was another,
+    or if the code is of no commit and so may have changed since.
 
     What was out of time or wrong is asked again.
     """
+    if about["commit"].endswith("+") or about["commit"] == "none":
+        return {}
     try:
         content = json.loads(path.read_text())
         if content["about"] != dict(about) or content["is_quick"] != is_quick:
@@ -346,7 +341,6 @@ def check(
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").split("\n\n")[0],
         epilog="parts: " + "; ".join(f"{part.name}: {part.question}" for part in PARTS),

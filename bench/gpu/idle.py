@@ -129,7 +129,6 @@ def measure(asked: argparse.Namespace, record: Record, folder: Path) -> None:
 
 
 def main() -> None:
-    """Measure, print, write."""
     parser = arguments(__doc__, "4 layers, 2 repetitions")
     add_device(parser)
     asked = parser.parse_args()

@@ -412,7 +412,6 @@ def shape_for(asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, print, write."""
     parser = arguments(__doc__, f"{QUICK_LAYERS} layers, 3 repetitions, no peers")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 128])
     parser.add_argument("--context", type=int, default=1024, help="tokens a decoded sequence has")

@@ -137,7 +137,6 @@ def note(record: Record, found: list[dict[str, float]], about: str) -> None:
 
 
 def main() -> None:
-    """Measure, print, write."""
     parser = arguments(__doc__, "2 repetitions, not recorded")
     parser.add_argument("--rows", type=int, default=ROWS)
     parser.add_argument("--steps", type=int, default=40)

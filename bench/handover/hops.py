@@ -19,7 +19,6 @@ PAUSES_S = (0.001, 0.005, 0.03)
 
 
 def connected(kind: str) -> tuple[socket.socket, socket.socket]:
-    """Both ends of a connection."""
     if kind == "unix":
         return socket.socketpair()
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -64,7 +63,6 @@ def measure(kind: str, pause_s: float, count: int, num_bytes: int) -> tuple[floa
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--count", type=int, default=300, help="messages of each kind and pause")
     parser.add_argument("--bytes", type=int, default=200, help="of a message")

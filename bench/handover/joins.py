@@ -58,7 +58,6 @@ def step_s(engine: Engine, answers: Sequence[Answer]) -> float:
 
 
 def main() -> None:
-    """Measure in turns, print medians."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--engine", choices=("torch", "vllm"), default="torch")
     parser.add_argument("--pause-s", type=float, default=0.03)

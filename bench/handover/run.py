@@ -29,7 +29,7 @@ import uvloop
 from bench.cpu import QUIET_CORES, cpu_s, machine_cpu_s
 from bench.mesh import REALTIME, a_mesh, add_priorities
 from bench.plots import Bars, Pictures
-from bench.record import Record, arguments, spread
+from bench.record import Record, arguments, grouped, spread
 from bench.servers import shown_log
 from services.local import LocalMesh
 from shared.config import DecodeConfig, PrefillConfig
@@ -276,7 +276,7 @@ async def measure(
 
 def report(record: Record, rows: list[Any]) -> None:
     """One line a case, and the goals."""
-    for case, of in by_case(rows).items():
+    for case, of in grouped(rows, "case").items():
 
         def over(name: str, quantile: str, of: list[Any] = of) -> dict[str, Any]:
             return spread([row[name][f"{quantile}_ms"] for row in of])
@@ -302,18 +302,10 @@ def goal_of(case: str) -> float:
     return VLLM_GOAL_MS if case.startswith("vllm") else GOAL_MS
 
 
-def by_case(rows: Sequence[Any]) -> dict[str, list[Any]]:
-    """Repetitions of each engine, load and priority, in the order in which they were asked."""
-    found: dict[str, list[Any]] = defaultdict(list)
-    for row in rows:
-        found[row["case"]].append(row)
-    return found
-
-
 def pictures_of(rows: Sequence[Any]) -> Pictures:
     """Both waits, p50 and p99 of each case."""
     panels: list[Bars] = []
-    goals = {goal_of(case) for case in by_case(rows)}
+    goals = {goal_of(case) for case in grouped(rows, "case")}
     goal = goals.pop() if len(goals) == 1 else None
     for name, title in (
         ("to_client", "token 1 to the client (CPU)"),
@@ -322,7 +314,7 @@ def pictures_of(rows: Sequence[Any]) -> Pictures:
         bars = {
             quantile: {
                 case.replace(", ", ",\n"): spread([row[name][f"{quantile}_ms"] for row in of])
-                for case, of in by_case(rows).items()
+                for case, of in grouped(rows, "case").items()
             }
             for quantile in ("p50", "p99")
         }
@@ -332,7 +324,7 @@ def pictures_of(rows: Sequence[Any]) -> Pictures:
 
 def show_stages(rows: list[Any]) -> None:
     """Medians over the repetitions."""
-    for case, of in by_case(rows).items():
+    for case, of in grouped(rows, "case").items():
         print(f"{case}: p50 and p99 in ms, every process telling its moments")
         for text, _, _ in STAGES:
             told = [row["stages"][text] for row in of]
@@ -341,7 +333,6 @@ def show_stages(rows: list[Any]) -> None:
 
 
 def main() -> None:
-    """Measure, print, and write the results."""
     parser = arguments(__doc__, "one short repetition, not recorded")
     parser.add_argument("--stages", action="store_true", help="only where the time goes")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=BY_DEFAULT)

@@ -136,7 +136,6 @@ def rate_of(queue: Queue, prompts_at: Callable[[float], Sequence[Prompt]], limit
 
 
 def main() -> None:
-    """Time, simulate, print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--repetitions", type=int, default=5, help="of each length")
     asked = parser.parse_args()

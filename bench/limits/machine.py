@@ -75,7 +75,6 @@ class Costs:
         return whole_s - (seconds_of(request.num_cached, self.prompts) if request.num_cached else 0)
 
     def step_s(self, num_rows: int) -> float:
-        """Return what a decode step takes."""
         return seconds_of(num_rows, self.steps)
 
 
@@ -240,7 +239,6 @@ def timed(folder: Path, threads: int, repetitions: int, context: int) -> Costs:
 
 
 def main() -> None:
-    """Time, simulate, print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--load", choices=list(CONTEXTS), default="azure-conv")
     parser.add_argument("--repetitions", type=int, default=5, help="of each length")

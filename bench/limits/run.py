@@ -35,7 +35,7 @@ from bench.disaggregation.run import (
     shares_prefixes,
 )
 from bench.plots import Panel, Pictures
-from bench.record import Record, arguments, spread
+from bench.record import Record, arguments, grouped, spread
 from services.cli.bench.endpoints import ServerEndpoint
 from services.cli.bench.records import Ending, Run
 from services.cli.bench.sources import Source
@@ -85,14 +85,9 @@ def answers_of(run: Run) -> list[tuple[float, float] | None]:
     ]
 
 
-def systems_of(rows: Sequence[Row]) -> list[str]:
-    """Who was asked, in order."""
-    return list(dict.fromkeys(row["system"] for row in rows if "system" in row))
-
-
 def show(load: str, rows: Sequence[Row]) -> None:
     """Print everybody's goodput for every pair of limits."""
-    systems = systems_of(rows)
+    systems = list(grouped(rows, "system"))
     print(f"\n{load}: requests/s, {' / '.join(systems)}; limits x unloaded medians")
     print(f"{'TTFT':>6} |" + "".join(f"{f'TPOT {tpot:g}':>20}" for tpot in TPOT_LIMITS))
     for ttft in TTFT_LIMITS:
@@ -159,7 +154,6 @@ async def measure(
 
 
 async def main(asked: argparse.Namespace) -> None:
-    """Start all, ask them, write."""
     record = Record.of(__file__, asked, realtime=asked.realtime)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -175,7 +169,7 @@ async def main(asked: argparse.Namespace) -> None:
                     for name, one in {DISAGGREGATED: None, **colocated}.items()
                 }  # fmt: skip
                 await measure(record, load, systems, asked)
-            show(load, [row for row in record.rows if row["load"] == load])
+            show(load, grouped(record.rows, "load")[load])
     record.finish(pictures_of)
 
 
@@ -183,12 +177,11 @@ def pictures_of(rows: Sequence[Row]) -> Pictures:
     """Goodput over the limit of the time per token, a picture for each load, a plot for each limit
     of TTFT."""
     pictures: dict[str, list[Panel]] = {}
-    for load in dict.fromkeys(row["load"] for row in rows):
-        of = [row for row in rows if row["load"] == load]
+    for load, of in grouped(rows, "load").items():
         for ttft in TTFT_LIMITS:
             lines = {
                 name: [(tpot, spread([goodput_of(of, name, ttft, tpot)])) for tpot in TPOT_LIMITS]
-                for name in systems_of(of)
+                for name in grouped(of, "system")
             }
             title = f"{load}, TTFT within {ttft} x unloaded (CPU)"
             panel = Panel(title, "limit of TPOT, x unloaded", "goodput, requests/s", lines)
@@ -197,7 +190,6 @@ def pictures_of(rows: Sequence[Row]) -> Pictures:
 
 
 def parse() -> argparse.Namespace:
-    """Read the command line."""
     parser = arguments(__doc__, "two rates, seconds each, not written")
     parser.add_argument("--loads", nargs="+", choices=list(LOADS), default=list(LOADS))
     parser.add_argument(

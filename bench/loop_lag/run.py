@@ -35,7 +35,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from bench.cpu import QUIET_CORES, cpu_s, machine_cpu_s
 from bench.mesh import REALTIME, a_mesh, add_priorities
 from bench.plots import Bars, Pictures
-from bench.record import Record, arguments, spread
+from bench.record import Record, arguments, grouped, spread
+from bench.servers import events
 from shared.config import DecodeConfig, PrefillConfig
 from tests.support.service_process import free_port
 
@@ -70,12 +71,10 @@ class Lag:
     counts: tuple[float, ...]
 
     def since(self, earlier: Lag) -> Lag:
-        """What was observed after ``earlier``."""
         counts = tuple(b - a for a, b in zip(earlier.counts, self.counts, strict=True))
         return Lag(self.bounds, counts)
 
     def plus(self, other: Lag) -> Lag:
-        """Both together."""
         counts = tuple(a + b for a, b in zip(self.counts, other.counts, strict=True))
         return Lag(self.bounds, counts)
 
@@ -213,16 +212,8 @@ class Load:
                 "ignore_eos": True,
             }
             async with self._session.post(self._url, json=body) as response:
-                if response.status != 200:
-                    sys.exit(f"HTTP {response.status}: {await response.text()}")
-                is_done = False
-                async for line in response.content:
-                    if line.startswith(b'data: {"error"'):
-                        sys.exit(line.decode())
-                    is_done = is_done or line.startswith(b"data: [DONE]")
-                    self.num_chunks += line.startswith(b"data: {")
-                if not is_done:
-                    sys.exit("a stream ended without its end")
+                async for _ in events(response):
+                    self.num_chunks += 1
             self.num_answers += 1
 
 
@@ -267,12 +258,10 @@ async def measure(
 
 
 def rows_of(*job: Any) -> list[dict[str, Any]]:
-    """Measure one mesh."""
     return uvloop.run(measure(*job))
 
 
 async def served_model(session: aiohttp.ClientSession, base_url: str) -> str:
-    """The name that the gateway knows."""
     async with session.get(f"{base_url}/v1/models") as response:
         return (await response.json())["data"][0]["id"]
 
@@ -375,8 +364,7 @@ def pictures_of(rows: Sequence[dict[str, Any]]) -> Pictures:
     """p99 of each process, with ordinary and real-time priority, one prefill worker and more: one
     panel a load."""
     panels: list[Bars] = []
-    for pause_s in dict.fromkeys(row["pause_s"] for row in rows):
-        of = [row for row in rows if row["pause_s"] == pause_s]
+    for of in grouped(rows, "pause_s").values():
         bars = {
             case_of(row): {
                 role: found["p99_ms_of_repetitions"] for role, found in row["roles"].items()
@@ -389,7 +377,6 @@ def pictures_of(rows: Sequence[dict[str, Any]]) -> Pictures:
 
 
 def main() -> None:
-    """Measure, print, and write the results."""
     parser = arguments(__doc__, "one short repetition, not recorded")
     parser.add_argument("--streams", type=int, default=12, help="answers at once")
     parser.add_argument(

@@ -121,7 +121,6 @@ async def measure(record: Record, asked: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Measure, print, write."""
     parser = arguments(__doc__, "400 requests, prints only")
     parser.add_argument("--requests", type=int, default=12_000)
     parser.add_argument(

@@ -74,7 +74,6 @@ class ModelledEngine:
         return xxhash.xxh3_64_intdigest(out.data)
 
     def clear(self) -> None:
-        """Zero the pool."""
         self._pool[:] = 0
 
     # --- Engine ---

@@ -82,7 +82,6 @@ def summary(found: dict[str, list[Any]]) -> dict[str, Any]:
 
 
 def line(row: dict[str, Any]) -> str:
-    """One row for a reader."""
     auto, serialized = (row["exposed_ms"][mode] for mode in MODES)
     return (
         f"{row['engine']:5} {row['tokens']:5} tokens, {row['mib']:.1f} MiB: prefill "
@@ -92,7 +91,6 @@ def line(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure, print, and write the results."""
     parser = arguments(__doc__, "few prompts, not recorded")
     parser.add_argument("--engines", nargs="+", choices=("torch", "vllm"), default=["torch"])
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, help="of prompts")

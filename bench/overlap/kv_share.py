@@ -38,7 +38,6 @@ def share_of(engine: TorchEngine, num_tokens: int) -> float:
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--repetitions", type=int, default=5)
     asked = parser.parse_args()

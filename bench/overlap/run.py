@@ -276,7 +276,6 @@ def summary(results: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def show(row: dict[str, Any]) -> None:
-    """Print one lane and size."""
     alone = row["compute"]["compute_ms"]["median"]
     print(
         f"{row['lane']}: {NUM_LAYERS} layers of {row['layer_mib']} MiB, compute alone "
@@ -293,7 +292,6 @@ def show(row: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Measure, print, and write the results."""
     parser = arguments(__doc__, "2 repetitions, not recorded")
     parser.add_argument("--lanes", nargs="+", choices=list(LANES), default=list(LANES))
     parser.add_argument(

@@ -25,7 +25,7 @@ import structlog
 
 from bench.disaggregation.run import LOADS
 from bench.plots import Panel, Pictures, Spread
-from bench.record import Record, arguments, spread
+from bench.record import Record, arguments, grouped, spread
 from services.cli.bench.prompts import Prompts
 from services.cli.bench.workload import Load, Workload, plan
 from services.gateway.core.routing.pools import Pool, pool_of
@@ -265,7 +265,6 @@ def bins_of(found: Found) -> Iterator[dict[str, Any]]:
 
 
 def report(row: dict[str, Any]) -> None:
-    """One line of a run."""
     ttft, tpot = row["ttft_s"], row["tpot_s"]
     thirds = "".join(f" {share:.2f}" for share in row.get("thirds", ()))
     print(
@@ -283,14 +282,15 @@ def report(row: dict[str, Any]) -> None:
 
 def attained_at(rows: Sequence[dict[str, Any]]) -> dict[float, dict[str, float]]:
     """Return every system's attainment at each rate, the mean of its draws of arrivals."""
-    found: dict[float, dict[str, float]] = {}
-    for rate in sorted({row["rate"] for row in rows}):
-        here = [row for row in rows if row["rate"] == rate]
-        found[rate] = {
-            name: statistics.mean(row["attainment"] for row in here if row["system"] == name)
-            for name in dict.fromkeys(row["system"] for row in here)
-        }
-    return found
+    return {rate: attained_by_system(own) for rate, own in sorted(grouped(rows, "rate").items())}
+
+
+def attained_by_system(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Return every system's attainment, the mean of its draws of arrivals."""
+    return {
+        name: statistics.mean(row["attainment"] for row in own)
+        for name, own in grouped(rows, "system").items()
+    }
 
 
 def set_goals(record: Record, load: str) -> None:
@@ -307,19 +307,11 @@ def set_goals(record: Record, load: str) -> None:
         record.goal(14, f"{what}, the least of all rates", min(more), ">=", 0.0)
         best = max(mean[name] for name in fixed)
         record.goal(14, f"{what}, the mean of rates", mean[MOVING] - best, ">", 0.0)
-    steps = attained_in_step([row for row in of if row["part"] == "step"])
+    steps = attained_by_system([row for row in of if row["part"] == "step"])
     if steps:
         best = max(share for name, share in steps.items() if name != MOVING)
         what = f"{load}: attained more than the best split, step x {FACTOR}"
         record.goal(14, what, steps[MOVING] - best, ">", 0.0)
-
-
-def attained_in_step(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return every system's attainment over the whole step."""
-    return {
-        name: statistics.mean(row["attainment"] for row in rows if row["system"] == name)
-        for name in dict.fromkeys(row["system"] for row in rows)
-    }
 
 
 # --- pictures -------------------------------------------------------------------------------------
@@ -328,10 +320,8 @@ def attained_in_step(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 def pictures_of(rows: Sequence[dict[str, Any]]) -> Pictures:
     """A step over time and attainment over rates, a picture of each for each load."""
     pictures: dict[str, list[Panel]] = {}
-    for load in dict.fromkeys(row["load"] for row in rows):
-        steps = [
-            row for row in rows if (row["load"], row["part"], row["seed"]) == (load, "step", 0)
-        ]
+    for load, own in grouped(rows, "load").items():
+        steps = [row for row in own if (row["part"], row["seed"]) == ("step", 0)]
         if steps:
             when = "s after the start; requests by arrival"
             title = f"{load}, load x {FACTOR} in the middle third (modelled)"
@@ -355,7 +345,7 @@ def pictures_of(rows: Sequence[dict[str, Any]]) -> Pictures:
                     False,
                 ),
             ]
-        asked = [row for row in rows if (row["load"], row["part"]) == (load, "rates")]
+        asked = [row for row in own if row["part"] == "rates"]
         if asked:
             pictures[f"-rates-{load}"] = [
                 Panel(f"{load} (modelled)", "requests/s", "attained", over_rates(asked), False)
@@ -366,7 +356,6 @@ def pictures_of(rows: Sequence[dict[str, Any]]) -> Pictures:
 def over_time(
     rows: Sequence[dict[str, Any]], key: str, quantile: str = ""
 ) -> dict[str, list[tuple[float, Spread]]]:
-    """Return a line for each system."""
     return {
         row["system"]: [
             (one["at_s"], spread([one[key][quantile] if quantile else one[key]]))
@@ -379,14 +368,13 @@ def over_time(
 
 def over_rates(rows: Sequence[dict[str, Any]]) -> dict[str, list[tuple[float, Spread]]]:
     """Return a line for each system, with the spread of its draws of arrivals."""
-    lines: dict[str, list[tuple[float, Spread]]] = {}
-    for name in dict.fromkeys(row["system"] for row in rows):
-        of = [row for row in rows if row["system"] == name]
-        lines[name] = [
-            (rate, spread([row["attainment"] for row in of if row["rate"] == rate]))
-            for rate in sorted({row["rate"] for row in of})
+    return {
+        name: [
+            (rate, spread([row["attainment"] for row in own]))
+            for rate, own in sorted(grouped(of, "rate").items())
         ]
-    return lines
+        for name, of in grouped(rows, "system").items()
+    }
 
 
 def jobs_of(asked: argparse.Namespace) -> list[Job]:

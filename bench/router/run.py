@@ -423,7 +423,6 @@ class Reporter:
         self._due.release()
 
     def parse(self) -> wire.WorkerReport:
-        """Parse the next report."""
         self._turn += 1
         return self._codec.decode(self._reports[self._turn % 2], wire.WorkerReport)
 
@@ -501,7 +500,6 @@ async def _settled(members: Membership, reporters: list[Reporter]) -> None:
 
 
 def main() -> None:
-    """Measure, print, write."""
     parser = arguments(__doc__, "short, prints only")
     parser.add_argument(
         "--sizes", type=int, nargs="*", default=SIZES, help="workers a side of short prompts"

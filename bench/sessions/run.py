@@ -50,8 +50,6 @@ BLOCK_SIZE: Final = 16
 
 
 class Mesh(NamedTuple):
-    """Workers."""
-
     num_prefill: int
     num_decode: int
 
@@ -62,7 +60,6 @@ class Mesh(NamedTuple):
 def workers_of(
     folder: Path, policy: str, mesh: Mesh
 ) -> contextlib.AbstractAsyncContextManager[LocalMesh]:
-    """Start workers and a gateway."""
     common: dict[str, Any] = {
         "model": str(folder), "device": "cpu", "threads": 1, "kv_gib": 0.5,
     }  # fmt: skip
@@ -137,7 +134,6 @@ def errors_of(requests: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def row_of(run: Run, workload: Workload) -> dict[str, Any]:
-    """What one run was."""
     if not run.records:
         sys.exit("no request fell into the run: give more --seconds or --rate")
     assert all(it.end is Ending.COMPLETE for it in run.records), "not every request was answered"
@@ -175,7 +171,6 @@ async def measure(record: Record, policies: Sequence[str], asked: argparse.Names
 
 
 def line(row: dict[str, Any]) -> str:
-    """One run for a reader."""
     return (
         f"{row['policy']:14} {row['mesh']} {row['requests']} requests, "
         f"TTFT mean {row['ttft_mean_s']:.2f} p50 {row['ttft_p50_s']:.2f} "
@@ -214,7 +209,6 @@ def note_goals(record: Record) -> None:
 
 
 def main() -> None:
-    """Measure, print, write."""
     parser = arguments(__doc__, "one short repetition, prints only")
     parser.add_argument("--policies", nargs="+", default=POLICIES, help="those to ask")
     parser.add_argument("--rate", type=float, default=1.2, help="requests a second")

@@ -56,7 +56,6 @@ class Worker:
         return receipt
 
     async def asked(self, seed: int) -> dict[str, Any]:
-        """Ask for a prompt; its receipt."""
         prompt = one_prompt(self._num_tokens, seed, VOCAB - 100).ids(0)
         _, receipt = await ask(self._channel, prompt, 2)
         return receipt
@@ -110,7 +109,6 @@ async def measure(
 
 
 def line(row: dict[str, Any]) -> str:
-    """One row for a reader."""
     found = f"{row['model']:5} {row['tier']:5} {row['hits']} of {row['asked']} came from there"
     if not row["hits"]:
         return found
@@ -122,7 +120,6 @@ def line(row: dict[str, Any]) -> str:
 
 
 async def measure_all(record: Record, asked: argparse.Namespace) -> None:
-    """One model and tier after the other."""
     with tempfile.TemporaryDirectory() as scratch:
         for model in asked.models:
             folder = DEMO_FOLDER
@@ -134,7 +131,6 @@ async def measure_all(record: Record, asked: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Ask, say the goals, write."""
     asked = parse()
     record = Record.of(__file__, asked)
     uvloop.run(measure_all(record, asked))
@@ -146,7 +142,6 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    """Read the command line."""
     parser = arguments(__doc__, "two repetitions, prints only")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--tiers", nargs="+", choices=TIERS, default=TIERS)

@@ -147,7 +147,6 @@ async def ask(meshes: list[str], seeds: list[int], requests: int, record: Record
 
 
 def main() -> None:
-    """Plan, measure, print, write."""
     parser = arguments(__doc__, "one seed, short, prints only")
     parser.add_argument("--meshes", nargs="+", default=MESHES)
     parser.add_argument("--seeds", nargs="+", type=int, default=(1, 2))

@@ -108,7 +108,6 @@ def note_goals(record: Record) -> None:
 
 
 def main() -> None:
-    """Measure, print, write."""
     parser = arguments(__doc__, "one short run, prints only")
     parser.add_argument("--engines", nargs="+", choices=tuple(ENGINES))
     parser.add_argument("--meshes", nargs="+")

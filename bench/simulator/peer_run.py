@@ -33,7 +33,6 @@ def clocked(run: Callable[[], Any]) -> float:
 
 
 def write_csv(path: Path, columns: str, rows: list[tuple[Any, ...]]) -> None:
-    """Write a table."""
     with path.open("w", newline="") as file:
         csv.writer(file).writerows([columns.split(), *rows])
 

@@ -83,7 +83,6 @@ def load_of(num_requests: int) -> dict[str, Any]:
 
 
 def ask_ours(mesh: str, setting: Setting, num_requests: int) -> Told:
-    """Run ours."""
     cpu_s, run = simulated(setting, mesh, num_requests)
     felt = [(it.ttft_s or 0.0, it.e2e_s or 0.0) for it in run.answers if it.is_complete]
     return Told(cpu_s, run.num_events, felt)
@@ -138,7 +137,6 @@ def row_of(name: str, does: str, tolds: list[Told], first: list[float], num: int
 
 
 def told_of(row: dict[str, Any]) -> str:
-    """Return a row as a line."""
     return (
         f"{row['simulator']:26}{row['us']['median']:8.0f} us CPU a request "
         f"({row['times_first']['median']:.2f} x), {row['events_a_request']:.0f} events, "
@@ -148,7 +146,6 @@ def told_of(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure in turns, print, write."""
     parser = arguments(__doc__, "short, prints only")
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--repetitions", type=int, default=3)

@@ -53,7 +53,6 @@ def simulated(setting: Setting, mesh: str, num_requests: int) -> tuple[float, Me
 
 
 def main() -> None:
-    """Measure, print, write."""
     parser = arguments(__doc__, "short, prints only")
     parser.add_argument("--million", action="store_true", help="once, and its memory; an hour")
     parser.add_argument("--requests", type=int, default=1000)

@@ -142,7 +142,6 @@ def rows_of(shape: str, workload: str, requests: int, data: Path) -> list[dict[s
 
 
 def main() -> None:
-    """Simulate, print, write."""
     parser = arguments(__doc__, "one shape, few requests, prints only")
     parser.add_argument(
         "--data", type=Path, required=True, help="DistServe's and Splitwise's files"

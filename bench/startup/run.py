@@ -149,7 +149,6 @@ def in_fresh_process(*arguments: str) -> float:
 
 
 def main() -> None:
-    """Measure, print, write."""
     parser = arguments(__doc__, "256 MiB, once")
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--repetitions", type=int, default=5)

@@ -21,7 +21,6 @@ def keep_answers_apart() -> None:
 
 
 def say(answer: Any) -> None:
-    """Answer the parent."""
     os.write(_answers, (json.dumps(answer) + "\n").encode())
 
 

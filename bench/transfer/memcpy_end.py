@@ -20,7 +20,6 @@ MAX_BYTES = 64 << 20
 
 
 def main() -> None:
-    """Obey the parent."""
     pin(sys.argv[2])
     device = sys.argv[3]
     torch.multiprocessing.set_sharing_strategy("file_system")  # names, which a pipe can carry

@@ -38,7 +38,6 @@ class End:
         return json.dumps({"name": name, "address": self._address})
 
     def connect(self, address: str) -> None:
-        """Learn the other end."""
         peer = json.loads(address)
         self._peer, self._peer_address = peer["name"], peer["address"]
 
@@ -59,7 +58,6 @@ class End:
 
 
 def main() -> None:
-    """Obey the parent."""
     pin(sys.argv[2])
     end = End()
     end.connect(other_address(end.address()))

@@ -43,7 +43,6 @@ class End:
         return json.dumps({"metadata": metadata.hex(), "address": self._address})
 
     def connect(self, address: str) -> None:
-        """Learn the other end."""
         peer = json.loads(address)
         name = self._agent.add_remote_agent(bytes.fromhex(peer["metadata"]))
         self._peer = name.decode() if isinstance(name, bytes) else name
@@ -60,7 +59,6 @@ class End:
         return self._agent.initialize_xfer("WRITE", here, there, self._peer, b"d")
 
     def release(self, handle: Any) -> None:
-        """Forget a prepared write."""
         self._agent.release_xfer_handle(handle)
 
     def start(self, handle: Any) -> bool:
@@ -75,7 +73,6 @@ class End:
         return state == "DONE"
 
     def notify(self) -> None:
-        """Tell the other end."""
         self._agent.send_notif(self._peer, b"a")
 
     def num_notified(self) -> int:
@@ -83,7 +80,6 @@ class End:
         return sum(len(notes) for notes in self._agent.get_new_notifs().values())
 
     def wait(self, count: int) -> None:
-        """Wait for so many notifications."""
         while count > 0:
             if come := self.num_notified():
                 count -= come
@@ -118,7 +114,6 @@ def write(end: End, num_bytes: int, count: int) -> None:
 
 
 def main() -> None:
-    """Obey the parent."""
     name, core, error_handling, num_pieces = sys.argv[1:]
     pin(core)
     end = End(name, error_handling, int(num_pieces))

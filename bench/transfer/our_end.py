@@ -85,7 +85,6 @@ async def serve(how: str) -> None:
 
 
 def host_buffer(num_bytes: int) -> np.ndarray:
-    """Ones in host memory."""
     return np.ones(num_bytes, np.uint8)
 
 

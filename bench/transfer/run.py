@@ -21,8 +21,8 @@ from typing import Any
 
 from bench import peers
 from bench.device import name_or_exit
-from bench.plots import Panel, Pictures, Spread
-from bench.record import Record, arguments, ratios, span, spread
+from bench.plots import Panel, Pictures
+from bench.record import Record, arguments, grouped, ratios, span, spread
 from bench.transfer.pairs import (
     Cores,
     Pair,
@@ -175,7 +175,6 @@ class Lane:
         return max(8, self._batch_bytes // num_bytes)
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row a size and party."""
         rows: list[dict[str, Any]] = []
         ours = [name for name in self.names if name in OF_THIS_HOUSE]
         for num_bytes in self.sizes:
@@ -217,10 +216,9 @@ def note_goals(record: Record, rows: Sequence[dict[str, Any]]) -> None:
         if name == (PUT if lane == "sysv" else WRITTEN) and SERVED in over:
             what = f"{size}, as served: share of {'ucp_put_bw' if name == PUT else 'ucx_perftest'}"
             record.goal(ROW, what, over[SERVED], ">=", SERVED_SHARE)
-    for lane, name in dict.fromkeys((row["lane"], row["name"]) for row in rows):
+    for (lane, name), mine in grouped(rows, "lane", "name").items():
         if name in (*OF_THIS_HOUSE, ANCHOR, WRITTEN, PUT, COPY):
             continue
-        mine = [row for row in rows if (row["lane"], row["name"]) == (lane, name)]
         worst = min(mine, key=lambda row: row["over_this"][SERVED]["median"])
         what = f"{lane}, as served: times {name}, at its best size"
         what += f" ({show_bytes(worst['num_bytes'])})"
@@ -233,7 +231,6 @@ def show_bytes(num_bytes: int) -> str:
 
 
 def show(row: dict[str, Any]) -> str:
-    """One line of a row."""
     speed = row["gb_per_s"]
     line = (
         f"{row['lane']:8} {show_bytes(row['num_bytes']):8} {row['name']:28}"
@@ -251,12 +248,11 @@ def show(row: dict[str, Any]) -> str:
 def pictures_of(rows: Sequence[dict[str, Any]]) -> Pictures:
     """GB/s over size, one panel a lane."""
     panels: list[Panel] = []
-    for lane in dict.fromkeys(row["lane"] for row in rows):
-        lines: dict[str, list[tuple[float, Spread]]] = {}
-        for row in rows:
-            if row["lane"] == lane:
-                point = (row["num_bytes"] / (1 << 20), row["gb_per_s"])
-                lines.setdefault(row["name"], []).append(point)
+    for lane, own in grouped(rows, "lane").items():
+        lines = {
+            name: [(row["num_bytes"] / (1 << 20), row["gb_per_s"]) for row in of]
+            for name, of in grouped(own, "name").items()
+        }
         panels.append(
             Panel(lane if lane == CUDA else f"{lane} (CPU)", "MiB per message", "GB/s", lines)
         )
@@ -264,7 +260,6 @@ def pictures_of(rows: Sequence[dict[str, Any]]) -> Pictures:
 
 
 def main() -> None:
-    """Measure, print, and write the results."""
     parser = arguments(__doc__, "few short repetitions, not recorded")
     parser.add_argument("--lanes", nargs="+", choices=list(LANES), default=list(HOST_LANES))
     parser.add_argument("--sizes", nargs="+", type=int, default=list(SIZES), help="bytes")

@@ -26,7 +26,7 @@ def a_part(folder: Path, program: str, **changes: Any) -> Part:
     path = folder / "part.py"
     path.write_text(program)
     options: dict[str, Any] = {"limits_s": (20, 20), **changes}
-    return Part("one", "Is it so?", (str(path),), **options)
+    return Part("one", "Is it so?", str(path), **options)
 
 
 def asked_of(part: Part, folder: Path) -> Answer:
@@ -62,7 +62,7 @@ def test_all_limits_together_keep_the_promise() -> None:
 def test_every_program_of_a_part_is_there() -> None:
     """A file or a module that was moved would fail on the first device only."""
     for part in PARTS:
-        for line in (*part.command, *part.cpu_command):
+        for line in filter(None, (part.command, part.cpu_command)):
             words = line.split()
             assert words[0] == "-m"
             assert words[1] == "pytest" or any(
@@ -123,7 +123,8 @@ goal = {{"what": "a share", "relation": ">=", "bound": 0.9, "value": 0.95, "is_m
 def test_a_check_goes_on_where_it_was_and_is_told_on_one_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What was right is kept, what was wrong is asked again; another commit asks all again."""
+    """What was right is kept, what was wrong is asked again; another commit, and code of none, asks
+    all again."""
     count = tmp_path / "count"
     good = a_part(tmp_path, COUNTED.format(count=str(count)))
     (tmp_path / "bad").mkdir()
@@ -149,6 +150,9 @@ def test_a_check_goes_on_where_it_was_and_is_told_on_one_page(
     assert count.read_text() == "xxx"
     run_check(out, [good, bad], {**ABOUT, "commit": "def5678"}, again=True, only=["two"])
     assert count.read_text() == "xxx"
+    for _ in range(2):
+        run_check(out, [good], {**ABOUT, "commit": "def5678+"})
+    assert count.read_text() == "xxxxx"
 
 
 def test_a_broken_file_of_an_earlier_check_is_no_obstacle(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from bench.record import Record
 from bench.serve import run
-from bench.serve.run import FIGURES, LLAMA, OURS, measure
+from bench.serve.run import LLAMA, OURS, measure
 
 
 @pytest.mark.parametrize(("system", "has_poisson"), [(LLAMA, False), (OURS, True)])
@@ -26,7 +26,8 @@ async def test_random_arrivals_are_a_share_of_what_ours_or_vllms_server_reached(
         yield "http://nowhere"
 
     async def ask(*_: object, **more: Any) -> dict[str, Any]:
-        return dict.fromkeys((*FIGURES, "tokens_per_s", "requests_per_s"), 1.0)
+        times = ("ttft_p50_s", "ttft_p99_s", "itl_p50_s", "itl_p99_s")
+        return dict.fromkeys((*times, "tokens_per_s", "requests_per_s"), 1.0)
 
     monkeypatch.setattr(run, "started", started)
     monkeypatch.setattr(run, "ask", ask)
