@@ -23,14 +23,12 @@ class Cells(NamedTuple):
 
 
 class Headline(NamedTuple):
-    """One row. of_rows: its cells from a run's rows and goals, None if that run did not ask.
-    until_then: what stands there while no run did."""
+    """One row. of_rows: its cells from a run's rows and goals, None if that run did not ask."""
 
     number: int
     question: str
     folder: str
     of_rows: Callable[[Sequence[Row], Mapping[str, float]], Cells | None]
-    until_then: Headline | None = None
 
 
 def table(runs: Runs) -> list[str]:
@@ -39,13 +37,7 @@ def table(runs: Runs) -> list[str]:
         "| # | question | ours | best peer | limit | run | another day |",
         "|---|---|---|---|---|---|---|",
     ]
-    for one in HEADLINES:
-        line = _line(one, runs)
-        if not line and one.until_then is not None:
-            line = _line(one.until_then, runs)
-        if line:
-            lines.append(line)
-    return lines
+    return [*lines, *filter(None, (_line(one, runs) for one in HEADLINES))]
 
 
 def _line(one: Headline, runs: Runs) -> str:
@@ -107,15 +99,7 @@ def _engine(row: Row | None, limit: str) -> Cells | None:
 
 
 def _served(rows: Sequence[Row], _: Mapping[str, float]) -> Cells | None:
-    limit = "ucx_perftest, ucp_put_bw"
-    return _transfer(rows, "pdmesh, as served", limit, "writes one buffer, which nobody reads")
-
-
-def _lane(rows: Sequence[Row], _: Mapping[str, float]) -> Cells | None:
-    return _transfer(rows, "pdmesh", "ucx_perftest", "which copies twice")
-
-
-def _transfer(rows: Sequence[Row], ours: str, limit: str, which: str) -> Cells | None:
+    ours = "pdmesh, as served"
     at_8_mib = {
         row["name"]: row["gb_per_s"]["median"]
         for row in rows
@@ -124,9 +108,13 @@ def _transfer(rows: Sequence[Row], ours: str, limit: str, which: str) -> Cells |
     if ours not in at_8_mib:
         return None
     peers = {name: rate for name, rate in at_8_mib.items() if name.startswith(("NIXL", "Mooncake"))}
-    limits = {name: rate for name, rate in at_8_mib.items() if name.startswith(limit)}
+    limits = {
+        name: rate for name, rate in at_8_mib.items() if name.startswith("ucx_perftest, ucp_put_bw")
+    }
     peer = "{} {:.1f}".format(*_best(peers)) if peers else "–"
-    bound = "{} {:.1f}".format(*_best(limits)) + f", {which}" if limits else "–"
+    bound = "–"
+    if limits:
+        bound = "{} {:.1f}, writes one buffer, which nobody reads".format(*_best(limits))
     return Cells(f"{at_8_mib[ours]:.1f} GB/s", peer, bound)
 
 
@@ -206,7 +194,6 @@ HEADLINES: Final = (
         "8 MiB over shared memory, from pool to pool, digests verified",
         "transfer",
         _served,
-        Headline(4, "8 MiB written into shared memory, nothing copied out", "transfer", _lane),
     ),
     Headline(5, "what a push leaves exposed, 32 layers of 4 MiB", "overlap", _overlap),
     Headline(6, "token 1 from prefill to the client, under load", "handover", _first_token),
