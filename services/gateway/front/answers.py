@@ -93,13 +93,8 @@ class Choice:
 
     @property
     def finish_reason(self) -> FinishReason:
-        """NONE while the answer is not over."""
+        """NONE, which is false, while the answer is not over."""
         return self.text.finish_reason
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the answer is over."""
-        return bool(self.text.finish_reason)
 
     @property
     def num_tokens(self) -> int:
@@ -107,7 +102,7 @@ class Choice:
         return 0 if self.is_echo_only else self.text.num_tokens
 
     def take(self, tokens: Tokens) -> TextDelta:
-        """Turn tokens into text; ``is_done`` once the answer is over."""
+        """Turn tokens into text."""
         answer = self.text
         text = answer.feed(tokens)
         finish_reason, first = answer.finish_reason, tokens[0]
@@ -220,7 +215,7 @@ class _OneAnswer(Answers):
         await stay.__aexit__(kind, failure, traceback)
 
     def _take(self, tokens: Tokens) -> bool:
-        if self._choice.is_done:
+        if self._choice.finish_reason:
             return True  # after a stop string, of which the mesh knows nothing, more comes
         sink = self._sink
         # If some wait here already, these wait behind them, or they would overtake them.
@@ -233,7 +228,7 @@ class _OneAnswer(Answers):
 
     async def next(self) -> list[TextDelta]:
         choice = self._choice
-        while len(self._arrived) < self._fewest and not choice.is_done:
+        while len(self._arrived) < self._fewest and not choice.finish_reason:
             try:
                 if not await self._generation.wait():
                     break
@@ -241,7 +236,7 @@ class _OneAnswer(Answers):
                 if not self._arrived:
                     raise
                 break  # what had come goes first
-        if choice.is_done:
+        if choice.finish_reason:
             return []
         if not self._arrived:
             raise InvariantViolated("a generation ended without a finish reason")

@@ -183,7 +183,7 @@ def _answer_attributes(
         "gen_ai.usage.output_tokens": usage.completion_tokens,
         "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
         "gen_ai.response.finish_reasons": tuple(
-            choice.finish_reason.name.lower() for choice in choices if choice.is_done
+            choice.finish_reason.name.lower() for choice in choices if choice.finish_reason
         ),
     }
     if route in _OPERATIONS:

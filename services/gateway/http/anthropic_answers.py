@@ -144,7 +144,7 @@ class MessagesFormat(ItemFormat):
         yield {"type": "content_block_stop", "index": item.index}
 
     def ending(self, usage: TokenCounts, receipts: Sequence[dict[str, Any]]) -> Iterator[Event]:
-        counts = AnthropicUsage.of(usage, self.num_thought_tokens)
+        counts = AnthropicUsage.of(usage, self._teller.num_thought)
         reason, sequence = self._end(has_calls=self._teller.num_calls > 0)
         end = {"stop_reason": reason, "stop_sequence": sequence}
         receipt = {"receipt": receipts[0]} if receipts else {}
@@ -166,7 +166,7 @@ class MessagesFormat(ItemFormat):
         return encode(message)
 
     def _message(self, blocks: list[AnswerBlock], usage: TokenCounts) -> MessageBody:
-        counts = AnthropicUsage.of(usage, self.num_thought_tokens)
+        counts = AnthropicUsage.of(usage, self._teller.num_thought)
         return MessageBody(id=self._head.id, model=self._head.model, content=blocks, usage=counts)
 
     def _end(self, *, has_calls: bool) -> tuple[StopName, str | None]:

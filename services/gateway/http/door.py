@@ -278,7 +278,7 @@ class HttpDoor:
         body = await read_body(request, call, _DETOKENIZE)
         model = await self._front.model(body.model, call.caller)
         ids = limits.checked_token_ids(body.tokens, model.vocab_size, param="tokens")
-        text = await self._front.text.decode(ids)
+        (text,) = await self._front.text.decode_all([ids], skip_special=False)
         return json_response(bodies.Text(text))
 
     # --- generation -----------------------------------------------------------------------------
@@ -338,15 +338,13 @@ class HttpDoor:
         """Count the tokens of a body of /v1/messages."""
         body = await read_body(request, call, _COUNT_TOKENS)
         asked = await self._asked(request, call, body, is_counted=True)
-        num_tokens = len(asked.choices[0].request.token_ids)
-        return json_response(InputTokens(num_tokens))
+        return json_response(InputTokens(len(asked.choices[0].request.token_ids)))
 
     async def count_input(self, request: HttpRequest, call: Call) -> Response:
         """Count the tokens of the input of a body of /v1/responses."""
         body = await read_body(request, call, _RESPONSES)
         asked = await self._asked(request, call, body, is_counted=True)
-        num_tokens = len(asked.choices[0].request.token_ids)
-        return json_response(InputCount(input_tokens=num_tokens))
+        return json_response(InputCount(input_tokens=len(asked.choices[0].request.token_ids)))
 
     async def _asked(
         self,

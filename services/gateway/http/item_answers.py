@@ -139,11 +139,6 @@ class ItemFormat(ABC):
 
     # --- items ----------------------------------------------------------------------------------
 
-    @property
-    def num_thought_tokens(self) -> int:
-        """Tokens of the thinking, with its last mark."""
-        return self._teller.num_thought
-
     def _taken(self, delta: TextDelta) -> list[Event]:
         """Take a delta and return what it changes."""
         events: list[Event] = []

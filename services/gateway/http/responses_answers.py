@@ -206,7 +206,7 @@ class ResponsesFormat(ItemFormat):
         if is_cut:
             response.incomplete_details = Incomplete("max_output_tokens")
         response.output = self._output
-        response.usage = ResponseUsage.of(usage, self.num_thought_tokens)
+        response.usage = ResponseUsage.of(usage, self._teller.num_thought)
         if receipts:
             response.receipt = receipts[0]
 

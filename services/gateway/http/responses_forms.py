@@ -27,13 +27,7 @@ from services.gateway.front.tool_fields import (
     ToolName,
 )
 from services.gateway.http.chat_pieces import ChatPieces
-from services.gateway.http.openai_forms import (
-    ChatBody,
-    ContentPart,
-    Message,
-    SamplingBody,
-    StreamOptions,
-)
+from services.gateway.http.openai_forms import ChatBody, ContentPart, Message, SamplingBody
 from services.gateway.http.structured_fields import JsonSchema, NamedSchema, ResponseFormat
 from services.gateway.http.unserved_fields import (
     Unserved,
@@ -182,7 +176,6 @@ class ResponsesBody(_ResponsesFields, kw_only=True):
     reasoning: Reasoning | None = None
     metadata: dict[str, Any] | None = None
     separate_reasoning: bool | None = None
-    stream_options: StreamOptions | None = None
 
 
 _OF_CHATS = tuple(

@@ -14,6 +14,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar, cast
 import msgspec
 
 from services.gateway import limits
+from services.gateway.front.field_rules import rule
 from shared.errors import InvalidRequest
 
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -78,15 +79,12 @@ UNSERVED: dict[str, Unserved] = {
 value."""
 
 
-def described(why: str, harmless: tuple[Any, ...]) -> Any:
-    values = {"enum": [None, *harmless]}
-    about = msgspec.Meta(description=f"Not served: {why}.", extra_json_schema=values)
-    return Annotated[Any, about]
-
-
 def with_unserved(name: str, table: Mapping[str, Unserved], base: type[Body]) -> type[Body]:
     """Return a body that has these fields, too, so that what a client sent is seen."""
-    fields = [(field, described(*about), None) for field, about in table.items()]
+    fields = [
+        (field, Annotated[Any, rule(f"Not served: {why}.", enum=[None, *harmless])], None)
+        for field, (why, harmless) in table.items()
+    ]
     made = msgspec.defstruct(name, fields, bases=(base,), kw_only=True, module=__name__)
     return cast("type[Body]", made)
 

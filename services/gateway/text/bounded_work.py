@@ -134,8 +134,11 @@ class WorkProcess:
                     retry_after_s=1.0,
                 ) from error
         assert child.stdout is not None
-        if _says_something(child.stdout, STARTS_WITHIN_S):
-            child.stdout.readline()  # it is there: its start does not count
+        # Its start does not count; but its first line, come later, would be taken for an outcome.
+        if not _says_something(child.stdout, STARTS_WITHIN_S):
+            self._end()
+            raise Unfinished("late")
+        child.stdout.readline()
         return child
 
     def _end(self) -> None:

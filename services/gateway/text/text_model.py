@@ -200,15 +200,11 @@ class TextModel:
                 found.append(spaced)
         return tuple(dict.fromkeys(word for word in found if word))
 
-    async def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of ids; ids that the tokenizer does not know give nothing."""
-        (text,) = await self.decode_all([token_ids], skip_special=False)
-        return text
-
     async def decode_all(
         self, prompts: Sequence[Sequence[int]], *, skip_special: bool
     ) -> list[str]:
-        """Return the text of each of some lists of ids, likewise."""
+        """Return the text of each of some lists of ids; ids that the tokenizer does not know give
+        nothing. Raises Overloaded: see ``encode_chat``."""
 
         def run() -> list[str]:
             lists = list(map(list, prompts))

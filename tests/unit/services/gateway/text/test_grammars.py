@@ -663,6 +663,20 @@ def test_a_process_that_dies_is_started_again() -> None:
 
 
 @needs_library
+def test_a_process_that_starts_late_gives_nobody_anothers_outcome(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it says when it is there at last is no outcome, and it is not waited for any more."""
+    with closing(GrammarProcess(limit_s=60, give_up_s=60)) as process:
+        with monkeypatch.context() as patch:
+            patch.setattr(bounded_work, "STARTS_WITHIN_S", 0.0)
+            verdict = process.check(a_grammar(PERSON))
+        assert verdict.fault
+        assert not verdict.is_lasting
+        assert not process.check(a_grammar(PERSON)).fault
+
+
+@needs_library
 async def test_a_machine_without_room_for_the_process_is_no_fault_of_the_grammar(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
