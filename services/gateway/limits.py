@@ -1,9 +1,9 @@
 """What a client may ask for: every bound and range in one place, the same for HTTP and gRPC.
 
 Counts are bounded before anything is allocated for them. This module knows neither JSON nor
-protobuf nor a tokenizer: the forms (``openai_forms.py``, ``grpc/door.py``) fill a ``SamplingForm``,
-and ``sampling_params`` makes of it the record that the workers get. Messages never repeat a
-client's text; they name the field and the rule.
+protobuf nor a tokenizer: ``openai_forms.py`` and ``grpc/forms.py`` fill a ``SamplingForm``, and
+``sampling_params`` makes of it the record that the workers get. Messages never repeat a client's
+text; they name the field and the rule.
 """
 
 from __future__ import annotations

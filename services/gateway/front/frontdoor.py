@@ -1,7 +1,7 @@
 """What the HTTP and the gRPC door share: who calls, what is served, and how a form becomes answers
 to make.
 
-Both doors do the same three things in the same order: ``admit`` the caller, ``choices`` from the
+Both doors do the same in the same order: ``authenticate`` the caller, make ``choices`` of the
 form, and stream what ``open_answers`` gives. Everything that may be refused is refused here, before
 any work. Knows neither JSON nor protobuf.
 """
