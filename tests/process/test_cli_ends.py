@@ -69,6 +69,18 @@ def test_ctrl_c_ends_a_command_that_waits_for_a_gateway(command: str) -> None:
     assert (process.returncode, out, err) == (130, b"", b"")
 
 
+@pytest.mark.usefixtures("starts_are_executed")
+def test_ctrl_c_while_a_command_still_imports_is_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that comes before the command can take the signal."""
+    (tmp_path / "structlog.py").write_text("raise KeyboardInterrupt")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    process = start("version", stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+    out, err = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, out, err) == (130, b"", b"")
+
+
 def test_ctrl_c_ends_the_doctor_and_what_it_has_started() -> None:
     """The process that loads a library for it goes with it."""
     process = start("doctor", stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
