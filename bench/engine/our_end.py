@@ -145,9 +145,9 @@ class End:
             task = group.create_task(stepper.run())
             await sink.stopped.wait()
             task.cancel()
-        await self.take_begun()
         steps = sink.steps[: sink.wanted]
         assert all(tokens == self.rows for _, _, tokens in steps)
+        await self.take_begun()
         pairs = list(pairwise(steps))
         seconds = [after[0] - before[0] for before, after in pairs]
         kernels = [after[1] - before[1] for before, after in pairs]
