@@ -43,7 +43,7 @@ SMALLEST = {
     "engine": ("--peers", f"run.model.SIZES |= {TINY}"),
     "faults": ("--kinds kill --roles decode --phases transfer --faults 1", ""),
     "gateway": ("--peers", "run.LOADS = run.LOADS[4:5]"),
-    "grammar": ("--rows 1 --steps 1", f"run.SIZES |= {TINY}"),
+    "grammar": ("--rows 2 --steps 1", f"run.SIZES |= {TINY}"),
     "handover": ("--engines fake --seconds 0.2 --priorities ordinary", "run.WARM_UP_ANSWERS = 2"),
     "limits": ("", APART),
     "loop_lag": (
