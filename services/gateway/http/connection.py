@@ -23,6 +23,7 @@ from aiohttp.http import HttpProcessingError, HttpRequestParser, HttpVersion11, 
 from aiohttp.streams import StreamReader
 
 from services.gateway import limits
+from services.gateway.http.followers import Followers
 from services.gateway.http.messages import Response, bad_http, error_response, head_of, too_large
 from services.gateway.http.stalls import keep_little_in_kernel, taken_of, unless_stalled
 from shared.address import Address
@@ -83,7 +84,8 @@ class HttpRequest:
         self.headers = message.headers
         self.parameters: Mapping[str, str] = {}
         self.is_http11 = message.version >= HttpVersion11
-        self.content_length = int(self.headers.get("Content-Length", "0"))
+        # The parser has bounded the number, not its zeros: ``int`` takes 4,300 digits.
+        self.content_length = int(self.headers.get("Content-Length", "").lstrip("0") or 0)
         # Of HTTP/1.0 chunks may be what a proxy took for the next request (RFC 9112, section 6.1).
         self.is_last = message.should_close or (message.chunked and not self.is_http11)
         # A body of 2**64 - 1 bytes is none to the parser, until some of it comes.
@@ -199,6 +201,7 @@ class Connection(BaseProtocol):
         super().__init__(loop, self._requests)
         self.listener = listener
         self._waiting: deque[tuple[RawRequestMessage, StreamReader]] = deque()
+        self._followers = Followers()
         self._last_body: StreamReader | None = None
         self._task: asyncio.Task[None] | None = None
         self._is_over = False  # nothing more is read as a request
@@ -240,17 +243,19 @@ class Connection(BaseProtocol):
             messages, is_upgraded = (), False
         if self._is_over and not self._is_broken:
             return  # of the last request the end of its body is waited for (``_linger``)
+        is_full = len(self._waiting) + len(messages) >= MAX_PIPELINED
+        messages, is_end = self._followers.cut(messages, data, is_full=is_full)
         if messages:
             self._head_since = None
             self._waiting.extend(messages)
             self._last_body = messages[-1][1]
-            if len(self._waiting) >= MAX_PIPELINED and not self._buffer_paused:
+            if is_full and not self._buffer_paused:
                 self._pause_reading_for_buffer()
         elif data and not is_of_body and self._head_since is None:
             self._head_since = self._loop.time()
             self._call_at(self._head_since + HEADER_TIMEOUT_S, self._look)
-        if is_upgraded or (messages and _loses_what_follows(messages[-1], data)):
-            self._is_over = True  # to a protocol that nobody speaks here: the answer says so
+        if is_upgraded or is_end:
+            self._is_over = True  # the answer says so
         if self._task is None and (self._waiting or self._is_broken):
             self.listener.idle.pop(self, None)
             self._task = self.listener.tasks.create_task(self._serve())
@@ -284,9 +289,6 @@ class Connection(BaseProtocol):
                     self._requests.message_consumed()
                 if self._buffer_paused and len(self._waiting) <= MAX_PIPELINED // 2:
                     self._read_on()
-                # If what follows is no HTTP, that is told in a response of its own (``_complain``).
-                is_over = self._is_over and not self._is_broken and not self._waiting
-                request.is_last |= is_over
                 try:
                     response = await self.listener.handler(request)
                 finally:
@@ -348,6 +350,8 @@ class Connection(BaseProtocol):
         listener = self.listener
         # After an answer to what has not all arrived the connection is closed (``_linger``).
         is_last = not request.has_arrived or "Connection" in whole
+        # If what follows is no HTTP, that is told in a response of its own (``_complain``).
+        is_last |= self._is_over and not self._is_broken and not self._waiting
         if is_last or listener.is_closing or listener.is_draining():
             request.is_last = True
         if request.is_last:
@@ -442,16 +446,6 @@ class Connection(BaseProtocol):
         if self._watch is not None:
             self._watch.cancel()
         self._watch = self._loop.call_at(when, act)
-
-
-def _loses_what_follows(last: tuple[RawRequestMessage, StreamReader], data: bytes) -> bool:
-    """Whether the parser has dropped, of this read, what came behind a request that asks for a
-    protocol which it does not know, as Java's client does with each (``Upgrade: h2c``)."""
-    message, body = last
-    if not (message.upgrade and body.is_eof()):
-        return False
-    rest = data[data.find(b"\r\n\r\n") + 4 :]
-    return (rest.find(b"\r\n\r\n") + 4 if message.chunked else body.total_bytes) < len(rest)
 
 
 @asynccontextmanager

@@ -97,7 +97,7 @@ async def test_a_request_may_come_byte_by_byte() -> None:
         http_gateway(ScriptedMesh(saying("the"))) as url,
         raw_connection(url) as (reader, writer),
     ):
-        for data in (chunked, with_length(), LAST):
+        for data in (with_length(), HEALTH, chunked):
             for index in range(len(data)):
                 writer.write(data[index : index + 1])
                 await writer.drain()
@@ -278,12 +278,87 @@ async def test_what_came_behind_an_upgrade_and_is_lost_is_told_so() -> None:
         assert (status, headers["connection"]) == (200, "close")
 
 
+CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
+LABEL = b"X-Request-Id: of-somebody-else\r\n"
+
+
+@pytest.mark.parametrize("trailer", [LABEL, b"A: b\r\n" + LABEL])
+@pytest.mark.parametrize("num_apart", [0, 1, 5, len(CHUNKS) - 2, len(CHUNKS)])
+@virtual_time
+async def test_a_trailer_is_no_header_of_the_next_request(trailer: bytes, num_apart: int) -> None:
+    """However it is cut, its request is answered and the connection ends."""
+    mesh = ScriptedMesh(saying("the"))
+    data = CHUNKED + CHUNKS[:-2] + trailer + b"\r\n"
+    async with memory_link(mesh) as link:
+        cut = len(CHUNKED) + num_apart
+        for piece in (data[:cut], data[cut:] + (with_length() if num_apart == 0 else b"")):
+            link.say(piece)
+            await asyncio.sleep(0)
+        link.say(with_length())
+        ((status, headers, _),) = split(await link.reader.read())
+    assert (status, headers["connection"]) == (200, "close")
+    assert len(mesh.requests) == 1
+
+
+@pytest.mark.parametrize("num_before", [0, MAX_PIPELINED - 1])
+@pytest.mark.parametrize("cut", [0, 5])
+@virtual_time
+async def test_what_follows_a_trailer_does_not_hide_it(num_before: int, cut: int) -> None:
+    """It looks like the end of chunks, and the parser may have kept it for later."""
+    trailed = CHUNKED + CHUNKS[:-2] + LABEL + b"\r\n"
+    data = HEALTH * num_before + trailed + CHUNKED + CHUNKS
+    at = len(HEALTH * num_before + CHUNKED) + cut if cut else len(data)
+    async with memory_link(ScriptedMesh(saying("the"))) as link:
+        link.say(data[:at])
+        if at < len(data):
+            link.say(data[at:])
+        answers = split(await link.reader.read())
+    assert len(answers) == num_before + 1
+    assert answers[-1][1]["connection"] == "close"
+
+
+@virtual_time
+async def test_chunks_that_come_apart_do_not_hide_what_is_lost_behind_an_upgrade() -> None:
+    """The end of a lost request looks like the end of the chunks before it."""
+    h2c = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMA\r\n"
+    head = CHUNKED[:-2] + h2c + b"\r\n"
+    async with memory_link(ScriptedMesh(saying("the"))) as link:
+        link.say(head + CHUNKS[:5])
+        await asyncio.sleep(0)
+        link.say(CHUNKS[5:-2] + LABEL + b"\r\n" + head + CHUNKS)
+        ((status, headers, _),) = split(await link.reader.read())
+        assert (status, headers["connection"]) == (200, "close")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 64, 1000])
+async def test_chunks_without_a_trailer_leave_their_connection(size: int) -> None:
+    """In pieces of any size."""
+    async with (
+        http_gateway(ScriptedMesh(saying("the"))) as url,
+        raw_connection(url) as (reader, writer),
+    ):
+        for _ in range(2):
+            data = CHUNKED + CHUNKS
+            for at in range(0, len(data), size):
+                writer.write(data[at : at + size])
+                await asyncio.sleep(0.001)
+            ((status, headers, _),) = split(await reader.readuntil(b"\r\n\r\n"))
+            await reader.readexactly(int(headers["content-length"]))
+            assert (status, "connection" in headers) == (200, False)
+
+
 @pytest.mark.parametrize("length", [limits.MAX_BODY_BYTES + 1, 2**64 - 2, 2**64 - 1])
 async def test_a_body_longer_than_any_is_refused_and_its_connection_ends(length: int) -> None:
     """At once, and with a word of that, also where the parser takes it for none."""
     head = POST + b"Content-Length: %d\r\n\r\n" % length
     ((status, headers, _),) = split(await asked(head))
     assert (status, headers["connection"]) == (413, "close")
+
+
+async def test_a_length_may_have_any_number_of_zeros() -> None:
+    """Python's ``int`` takes 4,300 digits; the parser takes them all."""
+    request = POST + b"Content-Length: %b14\r\n\r\n" % (b"0" * 5000) + BODY + LAST
+    assert [status for status, _, _ in split(await asked(request))] == [200, 200]
 
 
 async def test_headers_of_a_response_cannot_be_forged() -> None:
