@@ -283,7 +283,12 @@ class Connection(BaseProtocol):
     async def _serve(self) -> None:
         try:
             while self._waiting:
-                request = HttpRequest(self, *self._waiting.popleft())
+                message, body = self._waiting.popleft()
+                if message.version not in ((1, 0), (1, 1)):
+                    # The parser also takes 0.9, which says no version, and 2.0.
+                    self._is_over = self._is_broken = True
+                    break
+                request = HttpRequest(self, message, body)
                 self._has_asked = True
                 if self._requests is not None:
                     self._requests.message_consumed()

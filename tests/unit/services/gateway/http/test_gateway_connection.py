@@ -212,6 +212,19 @@ async def test_what_two_servers_could_read_in_two_ways_is_refused(
     assert mesh.requests == []
 
 
+@pytest.mark.parametrize("version", [b"", b" HTTP/2.0"])
+@pytest.mark.parametrize("num_before", [0, 1])
+async def test_other_versions_are_refused(version: bytes, num_before: int) -> None:
+    """A line without one is of HTTP/0.9, which knows no headers and no bodies."""
+    mesh = ScriptedMesh(saying("the"))
+    data = HEALTH * num_before + with_length().replace(b" HTTP/1.1", version, 1)
+    *before, (status, headers, body) = split(await asked(data, mesh))
+    assert [status for status, _, _ in before] == [200] * num_before
+    assert (status, json.loads(body)["error"]["code"]) == (400, "bad_http")
+    assert headers["connection"] == "close"
+    assert mesh.requests == []
+
+
 @virtual_time
 async def test_what_is_no_http_after_a_request_is_told_after_its_answer() -> None:
     """It arrives apart, while the request is answered: that is not harmed."""
