@@ -145,7 +145,7 @@ class MessagesFormat(ItemFormat):
 
     def ending(self, usage: TokenCounts, receipts: Sequence[dict[str, Any]]) -> Iterator[Event]:
         counts = AnthropicUsage.of(usage, self._teller.num_thought)
-        reason, sequence = self._end(has_calls=self._teller.num_calls > 0)
+        reason, sequence = self._end()
         end = {"stop_reason": reason, "stop_sequence": sequence}
         receipt = {"receipt": receipts[0]} if receipts else {}
         yield {"type": "message_delta", "delta": end, "usage": counts, **receipt}
@@ -158,9 +158,7 @@ class MessagesFormat(ItemFormat):
         called = [(item, _arguments_of(item)) for item in self.items]
         blocks = [_block(item, given) for item, given in called if given is not None]
         message = self._message(blocks, usage)
-        # Who is told of calls looks for one to run.
-        has_calls = any(isinstance(block, ToolUseBlock) for block in blocks)
-        message.stop_reason, message.stop_sequence = self._end(has_calls=has_calls)
+        message.stop_reason, message.stop_sequence = self._end()
         if receipts:
             message.receipt = receipts[0]
         return encode(message)
@@ -169,11 +167,13 @@ class MessagesFormat(ItemFormat):
         counts = AnthropicUsage.of(usage, self._teller.num_thought)
         return MessageBody(id=self._head.id, model=self._head.model, content=blocks, usage=counts)
 
-    def _end(self, *, has_calls: bool) -> tuple[StopName, str | None]:
+    def _end(self) -> tuple[StopName, str | None]:
         """Why the answer ends, and the stop string that did it."""
         if self.finish_reason is FinishReason.LENGTH:
             return "max_tokens", None
-        if has_calls and not self._teller.is_within_call:
+        # Who is told of calls looks for one to run.
+        calls = (item for item in self.items if item.kind == "call")
+        if not self._teller.is_within_call and any(_arguments_of(it) is not None for it in calls):
             return "tool_use", None
         if isinstance(self.stop_reason, str):
             return "stop_sequence", self.stop_reason

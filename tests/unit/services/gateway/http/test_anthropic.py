@@ -132,15 +132,16 @@ async def test_why_an_answer_ends(
         assert len(whole["content"]) == (reason == "tool_use")
 
 
-async def test_a_call_that_nobody_can_run_ends_no_answer() -> None:
-    """Its arguments are no JSON: a whole answer has no such block, and does not say that it has."""
+@pytest.mark.parametrize(("is_alone", "reason"), [(True, "end_turn"), (False, "tool_use")])
+async def test_a_call_that_nobody_can_run_ends_no_answer(is_alone: bool, reason: str) -> None:
+    """Its arguments are no JSON: a whole answer has no such block, and neither that nor a stream
+    says that there is something to run."""
     broken = CALL.replace('"Paris"', "Paris")
-    async with gateway(broken) as here:
+    async with gateway(broken if is_alone else broken + CALL) as here:
         _, whole = await MessagesAsker(here).ask(tools=TOOLS)
-    assert (whole["content"], whole["stop_reason"]) == ([], "end_turn")
-    async with gateway(broken + CALL) as here:
-        _, whole = await MessagesAsker(here).ask(tools=TOOLS)
-    assert (len(whole["content"]), whole["stop_reason"]) == (1, "tool_use")
+        events = await MessagesAsker(here).stream(tools=TOOLS)
+    assert (len(whole["content"]), whole["stop_reason"]) == (0 if is_alone else 1, reason)
+    assert events[-2]["delta"]["stop_reason"] == reason
 
 
 async def test_messages_become_those_of_a_chat() -> None:
