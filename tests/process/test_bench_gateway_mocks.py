@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 
 import pytest
 
 from bench.gateway.run import Client, Load
-from bench.gateway.subjects import Cores, our_gateway, tools
+from bench.gateway.subjects import our_gateway, tools
 
 pytestmark = [
     pytest.mark.process,
@@ -18,9 +17,8 @@ pytestmark = [
 
 async def test_our_gateway_answers_by_the_mock_pair() -> None:
     """Every byte is checked by the client, which ends with an error else."""
-    everywhere = frozenset(os.sched_getaffinity(0))
     load = Load("a few", "stream", 2, 8, False, 0.5, ())
-    with tools(Cores(everywhere, everywhere)) as kit:
+    with tools() as kit:
         async with our_gateway(kit) as gateway:
             figures = await Client(kit).run(gateway, load, warm_s=0.0, window_s=load.window_s)
     assert figures["answers"] > 0
