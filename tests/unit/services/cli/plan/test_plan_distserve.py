@@ -84,7 +84,7 @@ def test_a_file_that_could_not_be_written_after_all_is_told_by_its_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As on a full disk: not by the name of what would have become it, and nothing is left."""
-    out = tmp_path / ("x" * 250)  # which leaves no room for the other's name
+    out = tmp_path / ("x" * 255)  # which leaves no room for the other's name
     assert run(REFERENCE, "--out", str(out)) == 1
     assert f"pdmesh: cannot write to --out {out} (file name too long)\n" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
