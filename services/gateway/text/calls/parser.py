@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from math import isfinite
 from typing import Any, NamedTuple, NoReturn, cast
@@ -65,7 +66,7 @@ class JsonValue:
         return None
 
 
-class ToolParser:
+class ToolParser(ABC):
     """One answer. tools: those that there are, with the schemas of their arguments; a call of
     another is text. max_calls: those after so many are left out, None = all are told."""
 
@@ -102,8 +103,8 @@ class ToolParser:
         most = self.max_calls
         return [one for one in said if most is None or one.call < most]
 
-    def _said(self, *, is_over: bool) -> Iterator[Said]:
-        raise NotImplementedError
+    @abstractmethod
+    def _said(self, *, is_over: bool) -> Iterator[Said]: ...
 
     def _text_before(self, marks: Sequence[str]) -> tuple[str, str | None]:
         """Cut off the text before the first of some marks, or that no mark can begin in."""
